@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformer_layers import layer_of, numbers
+from torch.utils._pytree import tree_map
+from transformer_layers import numbers
 
 import reference as te
 from reference.nn import blocks
@@ -56,7 +57,19 @@ def drawn(seed: int) -> dict[str, Any]:
     return case
 
 
-def module_of(case: dict[str, Any]) -> Any:
+def module_of(case: dict[str, Any], library: Any = te) -> Any:
+    """A module on its library's device, with the same weights on each."""
+    made = _made(case, library)
+    if library is te:
+        with torch.no_grad():
+            for i, p in enumerate(made.parameters()):
+                p.add_((numbers(i, *p.shape) * 0.05).to(p.dtype))
+    else:
+        made.load_state_dict(module_of(case).state_dict())
+    return made
+
+
+def _made(case: dict[str, Any], library: Any) -> Any:
     shared: dict[str, Any] = {
         "attention_dropout": case["dropout"],
         "num_gqa_groups": case["groups"],
@@ -69,7 +82,11 @@ def module_of(case: dict[str, Any]) -> Any:
         "bias": case["bias_of_linear"],
     }
     if case["kind"] in ("layer", "decoder"):
-        return layer_of(
+        torch.manual_seed(1)
+        return library.TransformerLayer(
+            64,
+            128,
+            4,
             hidden_dropout=case["dropout"],
             attn_input_format=case["layout"],
             self_attn_mask_type=case["mask"],
@@ -81,7 +98,7 @@ def module_of(case: dict[str, Any]) -> Any:
             **shared,
         )
     torch.manual_seed(1)
-    return te.MultiheadAttention(
+    return library.MultiheadAttention(
         64,
         4,
         qkv_format=case["layout"],
@@ -126,38 +143,53 @@ def arguments_of(case: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def run(case: dict[str, Any], hooked: bool) -> list[torch.Tensor | None]:
-    """Two steps: outputs, gradients, and what FP8 keeps."""
-    module, found = module_of(case).train(case["training"]), []
+def run(case: dict[str, Any], hooked: bool = False, library: Any = te, steps: int = 2) -> list[torch.Tensor | None]:
+    """Steps: outputs, gradients, and what FP8 keeps."""
+    module, found, on = module_of(case, library).train(case["training"]), [], "cpu" if library is te else "cuda"
     if hooked:
         for one in module.modules():
             one.register_forward_hook(lambda *_: None)
     shape = {"thd": (40, 64), "sbhd": (S, B, 64), "bshd": (B, S, 64)}[case["layout"]]
-    for _ in range(2):
-        tensors = {"x": numbers(1, *shape).to(case["dtype"]).requires_grad_()}
-        given = arguments_of(case)
+    torch.manual_seed(2)
+    for _ in range(steps):
+        tensors = {"x": numbers(1, *shape).to(on, case["dtype"])}
+        given = tree_map(lambda x: x.to(on) if isinstance(x, torch.Tensor) else x, arguments_of(case))
         if case["kind"] in ("decoder", "cross"):
-            tensors["encoder_output"] = numbers(2, *shape).to(case["dtype"]).requires_grad_()
+            tensors["encoder_output"] = numbers(2, *shape).to(on, case["dtype"])
         if case["bias"] == "post_scale_bias":
-            tensors["core_attention_bias"] = numbers(3, 1, 4, S, S).requires_grad_()
+            tensors["core_attention_bias"] = numbers(3, 1, 4, S, S).to(on)
+        for t in tensors.values():
+            t.requires_grad_()
         module.zero_grad()
         with te.autocast(enabled=RECIPES[case["recipe"]] is not None, recipe=RECIPES[case["recipe"]]):
             out = module(tensors["x"], **given, **{n: t for n, t in tensors.items() if n != "x"})
         outs = [t for t in (out if isinstance(out, tuple) else (out,)) if t is not None]
         wanted = [t for t in outs if t.requires_grad and not isinstance(t, torch.nn.Parameter)]
-        torch.autograd.backward(wanted, [numbers(4 + i, *t.shape).to(t.dtype) for i, t in enumerate(wanted)])
+        torch.autograd.backward(wanted, [numbers(4 + i, *t.shape).to(on, t.dtype) for i, t in enumerate(wanted)])
         found += [*outs, *(t.grad for t in tensors.values()), *(p.grad for p in module.parameters())]
-    found += [t for n, t in module.state_dict().items() if "_extra_state" in n]
-    return [None if t is None else t.detach().clone() for t in found]
+        found = [None if t is None else t.detach().cpu().clone() for t in found]
+    return found + [t.cpu() for n, t in module.state_dict().items() if "_extra_state" in n]
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("seed", range(CASES))
 def test_a_block_has_the_bits_of_its_modules(seed: int, same_bits, monkeypatch: pytest.MonkeyPatch) -> None:
     case = drawn(seed)
     if seed % 2:
         monkeypatch.setattr(blocks, "SMALL", 0)
     for a, b in zip(run(case, hooked=False), run(case, hooked=True), strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            same_bits(a, b)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(0, CASES, 5))
+def test_a_block_has_the_same_bits_on_a_gpu(seed: int, same_bits) -> None:
+    """Steps enough for tapes to be recorded, and replayed."""
+    import optimized
+
+    for a, b in zip(run(drawn(seed), steps=4), run(drawn(seed), library=optimized, steps=4), strict=True):
         assert (a is None) == (b is None)
         if a is not None:
             same_bits(a, b)
@@ -209,3 +241,15 @@ def test_an_option_adds_no_node(option: str, small: int, kind: str, monkeypatch:
     pairs = [name for name in nodes(out[0] if isinstance(out, tuple) else out) if name != "ViewBackward0"]
     expected = 1 if small or kind == "self" else 2
     assert pairs == ["_PairBackward"] * (expected + (kind == "layer" and case["norm"] == "none"))
+
+
+@pytest.mark.parametrize("recipe", ["16 bits", "fp8 attention"])
+def test_a_result_of_attention_that_is_changed_in_place_is_not_read_by_backward(recipe: str) -> None:
+    """Backward reads the result, so a change of it before must be seen."""
+    core = te.DotProductAttention(4, 16)
+    q, k, v = (numbers(i, S, B, 4, 16).bfloat16().requires_grad_() for i in range(3))
+    with te.autocast(enabled=RECIPES[recipe] is not None, recipe=RECIPES[recipe]):
+        out = core(q, k, v)
+    out.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()

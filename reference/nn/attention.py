@@ -289,9 +289,10 @@ class DotProductAttention(OfCoreAttention, ContextGroup, FP8Attention):
         masked = (kind, core.window, mask)
         options.check("DotProductAttention", MASK_NAMES, self, *masked, shape, tokens, x.dtype, x.device)
         self.refuse_in_fp8("DotProductAttention", x.dtype, options.bias.given, inference_params is not None)
-        fp8 = None if x.dtype == torch.float32 else context_of(self, x.dtype, x.device)
+        runs_in_fp8 = x.dtype != torch.float32 and self.attends_in_fp8()
+        fp8 = context_of(self, x.dtype, x.device) if runs_in_fp8 else None
         by_torch = x.dtype == torch.float32 or core.backend == "cudnn"
-        cached = None
+        cached = maps = None
         if inference_params is not None:
             cached, step = inference_params.step_of(self, MASK_TYPES[kind][0] != "none", core.window)
             call = cached_call_of(self, core, step, x)
@@ -299,7 +300,7 @@ class DotProductAttention(OfCoreAttention, ContextGroup, FP8Attention):
             maps = None if tokens is None else maps_of(options.lengths, tokens)
             call = call_of(self, core, mask, options, shape, x, by_torch or fp8 is not None, maps)
         if by_torch:
-            return self._attend_by_torch(call, cached, layout, checkpoint_core_attention, *given)
+            return self._attend_by_torch(call, maps, cached, layout, checkpoint_core_attention, *given)
         tensors = given if call.added is None else (*given, call.added)
         recomputes = checkpoint_core_attention and fp8 is None and not torch.compiler.is_compiling()
         settings: Any = (recomputes, self.return_max_logit, None if fp8 is None else fp8.kind, cached)
@@ -312,12 +313,12 @@ class DotProductAttention(OfCoreAttention, ContextGroup, FP8Attention):
         return out, max_logit(m, inv, out.dtype)
 
     def _attend_by_torch(
-        self, call: Call, cached: Cached | None, layout: str, recomputes: bool, *given: torch.Tensor
+        self, call: Call, maps: Any, cached: Cached | None, layout: str, recomputes: bool, *given: torch.Tensor
     ) -> torch.Tensor:
         """PyTorch's own attention, in fp32 or on cuDNN: under its autograd, outside the bit contract."""
         core, reads = call.core, call.reads
-        if call.maps is not None:
-            of_q, of_kv = call.maps
+        if maps is not None:
+            of_q, of_kv = maps
             given = tuple([moved(t, one, True) for t, one in zip(given, (of_q, of_kv, of_kv), strict=True)])
         q, k, v = (t.permute((1, 2, 0, 3) if layout == "sbhd" else (0, 2, 1, 3)) for t in given)
         run: Any = cudnn_attention
@@ -332,7 +333,7 @@ class DotProductAttention(OfCoreAttention, ContextGroup, FP8Attention):
         out = checkpoint(run, *arguments) if recomputes else run(*arguments)
         out = out.reshape(*q.shape[:3], v.shape[3])
         out = out.permute(2, 0, 1, 3) if layout == "sbhd" else out.permute(0, 2, 1, 3)
-        out = out if call.maps is None else moved(out, call.maps[0], False)
+        out = out if maps is None else moved(out, maps[0], False)
         found: torch.Tensor = out.flatten(-2)
         return found
 

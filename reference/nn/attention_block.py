@@ -247,7 +247,7 @@ def backward(plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor
         q, k, v = split(plan, saved.mixed, saved.joined)
         q, k = q if core.q is None else core.q, k if core.k is None else core.k
         core = core_pair.Saved(q, k, v, core.attended, core.added)
-    by_head = context_grad.view(*plan.shape[:-1], plan.core.heads, context_grad.shape[-1] // plan.core.heads)
+    by_head = context_grad.view(*plan.shape[:-1], plan.core.heads, plan.heads.channels)
     dq, dk, dv, dadded = core_pair.attend_backward(plan.core, reads, core, modules.core, by_head)
     of_norms: Any = (None,) * 4
     if norms is not None and not norms.before_rope:

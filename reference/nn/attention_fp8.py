@@ -20,7 +20,6 @@ from reference.compiled import before
 from reference.moved import byte_after
 from reference.nested import Tensors
 from reference.nn import checkpoint_format, transformer_engine_state
-from reference.nn.autograd import differentiable, wanted
 from reference.nn.context import BlockContext
 from reference.nn.core_attention import CorePlan
 from reference.nn.heads import dense_rows
@@ -131,20 +130,6 @@ def backward(plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor
     options = plan.core.options(context.reads[0], state_before).of_fp8
     operands = (q, k, v, *scales, *results)
     return tuple([plan.in_order(x) for x in op(plan.heads_first(dense_rows(grad)), *operands, *options)])
-
-
-def attend(
-    core: CorePlan,
-    context: BlockContext,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-) -> torch.Tensor:
-    """out `[b, h, sq, d]` of q `[b, h, sq, d]`, k and v `[b, hkv, skv, d]`; differentiable."""
-    order = (2, 0, 1, 3) if (sequence_first := q.stride(2) >= q.stride(0)) else (0, 2, 1, 3)
-    tensors = [x.permute(order) for x in (q, k, v)]
-    plan = Plan(wanted(*tensors), core, context.modules[0].kind, sequence_first)
-    return plan.heads_first(differentiable(forward, backward, plan, context, *tensors))
 
 
 class FP8Attention(TransformerEngineBaseModule):

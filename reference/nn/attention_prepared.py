@@ -11,15 +11,16 @@ from reference.nn import head_norms, layernorm_linear, linear
 from reference.nn.attention import DotProductAttention
 from reference.nn.attention_block import Plan
 from reference.nn.attention_options import NO_OPTIONS, Options
-from reference.nn.attention_reads import NO_READS
+from reference.nn.attention_reads import NO_READS, Reads
 from reference.nn.autograd import wanted
+from reference.nn.cached import Cached
 from reference.nn.checks import Shape, Window
 from reference.nn.context import BlockContext
-from reference.nn.core_attention import CorePlan, Mask
-from reference.nn.core_call import Call, cached_call_of, call_of, context_of, is_plain, plain_reads
+from reference.nn.core_attention import CorePlan, Mask, full_mask
+from reference.nn.core_call import cached_call_of, call_of, context_of
 from reference.nn.core_pair import Plan as CorePairPlan
 from reference.nn.dropout import DropPath, Generator
-from reference.nn.layernorm import L2Normalization, LayerNorm, RMSNorm, norm_plan
+from reference.nn.layernorm import L2Normalization, LayerNorm, norm_plan
 from reference.nn.layernorm_linear import LayerNormLinear
 from reference.nn.linear import Linear
 from reference.nn.packing import maps_of
@@ -31,10 +32,10 @@ Dropout = tuple[float, Generator]
 Angles = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
 
 
-def uses_default_forward(part: torch.nn.Module, *kinds: type[torch.nn.Module]) -> bool:
+def uses_default_forward(part: torch.nn.Module, kind: type[torch.nn.Module]) -> bool:
     """Whether a part of a layer is not replaced, graphed or hooked, so that it need not be called as a module."""
     return not (
-        type(part).forward not in [kind.forward for kind in kinds]
+        type(part).forward is not kind.forward
         or "forward" in part.__dict__
         or part._forward_hooks
         or part._forward_pre_hooks
@@ -42,6 +43,11 @@ def uses_default_forward(part: torch.nn.Module, *kinds: type[torch.nn.Module]) -
         or part._backward_pre_hooks
         or _has_any_global_hook()
     )
+
+
+def norm_class(norm: torch.nn.Module) -> type[torch.nn.Module]:
+    """What a norm of heads is an instance of, whose forward is that of the others if it is none."""
+    return L2Normalization if isinstance(norm, L2Normalization) else LayerNorm
 
 
 def is_block(module: Any, dtype: torch.dtype, recomputes: bool) -> bool:
@@ -63,8 +69,7 @@ def is_block(module: Any, dtype: torch.dtype, recomputes: bool) -> bool:
     else:
         fits = uses_default_forward(first, Linear)
     if module.q_norm is not None:
-        norms = (LayerNorm, RMSNorm, L2Normalization)
-        fits = fits and uses_default_forward(module.q_norm, *norms) and uses_default_forward(module.k_norm, *norms)
+        fits = fits and all(uses_default_forward(one, norm_class(one)) for one in (module.q_norm, module.k_norm))
     is_cudnn = core.attention_backend == "cudnn"
     return fits and not (is_cudnn and (recomputes or module.num_gqa_groups != module.num_attention_heads))
 
@@ -94,20 +99,11 @@ def prepared(
     crosses, has_norm, layout = source is not None, module.input_layernorm, module.qkv_format
     contexts = [first.context(dtype, is_first_microbatch, run)]
     core_plan: CorePlan = core.core_plan(mask_type, module.window_size if window is None else window)
-    fp8 = context_of(core, dtype, x.device, run)
-    cached = None
-    if options.inference is not None:
-        cached, step = options.inference.step_of(core, MASK_TYPES[mask_type][0] != "none", core_plan.window)
-        call = cached_call_of(core, core_plan, step, x)
-    elif is_plain(core, mask, options):
-        call = Call(core_plan, plain_reads(mask_type, mask))
-    else:
-        shape, tokens = sizes_of(module, x, x if source is None else source, options)
-        maps = None if tokens is None else maps_of(options.lengths, tokens)
-        call = call_of(core, core_plan, mask, options, shape, x, fp8 is not None, maps)
+    fp8 = context_of(core, dtype, x.device, run) if core.attends_in_fp8(run) else None
+    core_plan, reads, added, cached = _called(module, core_plan, x, source, mask, angles, options, fp8 is not None)
     core_state = core.random_state(x, core_plan)
     contexts.append(proj.context(dtype, is_first_microbatch, run))
-    norms, reads = None, call.reads
+    norms = None
     of_norms: Tensors = ()
     if module.q_norm is not None:
         norms, of_norms, gamma = head_norms.norms_of(module, dtype, x.device)
@@ -119,9 +115,9 @@ def prepared(
     if crosses:
         key_value = modules["key_value"]
         contexts.append(key_value.context(dtype, is_first_microbatch, run))
-        tensors = (*own, source, key_value.joined_weight(), key_value.joined_bias(), call.added, *of_norms)
-    elif call.added is not None or of_norms:
-        tensors = (*own, None, None, None, call.added, *of_norms)
+        tensors = (*own, source, key_value.joined_weight(), key_value.joined_bias(), added, *of_norms)
+    elif added is not None or of_norms:
+        tensors = (*own, None, None, None, added, *of_norms)
     if fp8 is not None:
         contexts.append(fp8)
     needs = wanted(*tensors)
@@ -129,11 +125,6 @@ def prepared(
     p, generator = (0.0, None) if dropout is None else dropout
     if drop_path is not None:
         reads = reads._replace(kept=drop_path.kept(x.shape[0], x.device))
-    if angles is not None:
-        of_q, of_k = map(angles_of, angles if isinstance(angles, tuple) else (angles, angles))
-        if call.maps is not None:
-            of_q, of_k = of_q[call.maps[0].position()], of_k[call.maps[1].position()]
-        reads = reads._replace(angles_q=of_q, angles_k=of_k)
     plan = Plan(
         needs,
         (
@@ -144,7 +135,7 @@ def prepared(
         linear.Plan(dtype, needs[7:10], contexts[2].kind) if crosses else None,
         CorePairPlan(
             (True, True, True, len(needs) > 10 and needs[10]),
-            call.core,
+            core_plan,
             layout,
             module.num_attention_heads,
             recomputes and fp8 is None and not torch.compiler.is_compiling(),
@@ -164,6 +155,41 @@ def prepared(
     state = None if generator is None or p == 0 else generator.take()  # not inside the pair: a compiler cannot trace it
     context = BlockContext(tuple(contexts), (state, core_state), () if reads is NO_READS else reads)
     return plan, context, tensors
+
+
+def _called(
+    module: Any,
+    core_plan: CorePlan,
+    x: torch.Tensor,
+    source: torch.Tensor | None,
+    mask: Mask,
+    angles: Angles,
+    options: Options,
+    by_mask: bool,
+) -> tuple[CorePlan, Reads, torch.Tensor | None, Cached | None]:
+    """How to attend, what that reads, a bias or sinks, and how a cache is used; `by_mask` as in `call_of`."""
+    core, mask_type = module._modules["core_attention"], core_plan.mask_type
+    cached = maps = added = None
+    of_q: Any = None
+    of_k: Any = None
+    if angles is not None:
+        of_q, of_k = map(angles_of, angles if isinstance(angles, tuple) else (angles, angles))
+    reads: Reads = NO_READS
+    if options.inference is not None:
+        cached, step = options.inference.step_of(core, MASK_TYPES[mask_type][0] != "none", core_plan.window)
+        core_plan, reads, added = cached_call_of(core, core_plan, step, x)
+    elif options is NO_OPTIONS and type(mask) is not tuple and core.softmax_type == "vanilla":
+        hidden = full_mask(mask_type, mask)
+        reads = NO_READS if hidden is of_q is None else Reads(hidden, angles_q=of_q, angles_k=of_k)
+    else:
+        shape, tokens = sizes_of(module, x, x if source is None else source, options)
+        maps = None if tokens is None else maps_of(options.lengths, tokens)
+        core_plan, reads, added = call_of(core, core_plan, mask, options, shape, x, by_mask, maps)
+    if of_q is not None and reads.angles_q is None:
+        if maps is not None:
+            of_q, of_k = of_q[maps[0].position()], of_k[maps[1].position()]
+        reads = reads._replace(angles_q=of_q, angles_k=of_k)
+    return core_plan, reads, added, cached
 
 
 def sizes_of(

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 
 from reference.nn.attention_lengths import lengths_alibi, lengths_mask, lengths_of, lengths_of_masks
-from reference.nn.attention_options import NO_OPTIONS, Options
+from reference.nn.attention_options import Options
 from reference.nn.attention_reads import NO_READS, Reads
 from reference.nn.cached import StepTensors
 from reference.nn.checks import Shape
@@ -22,13 +22,11 @@ class Call(NamedTuple):
         core: how to attend.
         reads: its mask, slopes and lengths, and the maps of packed sequences.
         added: a bias, or sinks; None without.
-        maps: of packed queries and keys.
     """
 
     core: CorePlan
     reads: Reads
     added: torch.Tensor | None = None
-    maps: tuple[Maps, Maps] | None = None
 
 
 def call_of(
@@ -68,7 +66,7 @@ def call_of(
         kind, window, mask = lengths_mask(kind, core.window, counts, shape)
         core = core._replace(mask_type=kind, window=window)
     reads = Reads(mask, slopes, *of_entries)
-    return Call(core, reads if maps is None else reads.with_maps(*maps), added, maps)
+    return Call(core, reads if maps is None else reads.with_maps(*maps), added)
 
 
 def cached_call_of(module: Any, core: CorePlan, step: StepTensors, x: torch.Tensor) -> Call:
@@ -79,22 +77,9 @@ def cached_call_of(module: Any, core: CorePlan, step: StepTensors, x: torch.Tens
     return Call(core._replace(softmax=module.softmax_type), reads, module.sinks(x.device))
 
 
-def context_of(module: Any, dtype: torch.dtype, device: torch.device, run: Run | None = None) -> ModuleContext | None:
-    """The context of attention in FP8; None where a forward now does not run in it."""
-    if not module.attends_in_fp8(run):
-        return None
+def context_of(module: Any, dtype: torch.dtype, device: torch.device, run: Run | None = None) -> ModuleContext:
+    """The context of a forward in FP8."""
     if module._device != device:
         module._set_device(device)
     found: ModuleContext = module.context(dtype, None, run)
     return found
-
-
-def is_plain(module: Any, mask: Any, options: Options) -> bool:
-    """Whether a call takes nothing but one mask."""
-    return options is NO_OPTIONS and not isinstance(mask, tuple) and module.softmax_type == "vanilla"
-
-
-def plain_reads(kind: str, mask: Any) -> Reads:
-    """What a plain call reads."""
-    hidden = full_mask(kind, mask)
-    return NO_READS if hidden is None else Reads(hidden)

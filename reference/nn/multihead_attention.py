@@ -263,8 +263,8 @@ class MultiheadAttention(OfAttention, TensorGroup, ContextGroup, DeviceDefault, 
             )
         if inference_params is not None and torch.is_grad_enabled():
             given = (hidden_states, attention_mask, encoder_output, attn_mask_type, window_size)
-            more = (bottom_right_diagonal, is_first_microbatch, checkpoint_core_attention)
-            return ended(self, *given, *more, rotary_pos_emb=rotary_pos_emb, **options.arguments())
+            others = (bottom_right_diagonal, is_first_microbatch, checkpoint_core_attention)
+            return ended(self, *given, *others, rotary_pos_emb=rotary_pos_emb, **options.arguments())
         kind = self.attn_mask_type if attn_mask_type is None else attn_mask_type
         window = self.window_size if window_size is None else window_size
         if self.qkv_format == "thd":
@@ -276,20 +276,10 @@ class MultiheadAttention(OfAttention, TensorGroup, ContextGroup, DeviceDefault, 
         returns_norm = self.return_layernorm_output and self.input_layernorm
         dtype = checks.activation_dtype(hidden_states)
         if is_block(self, dtype, checkpoint_core_attention):
-            plan, context, tensors = prepared(
-                self,
-                dtype,
-                hidden_states,
-                attention_mask,
-                kind,
-                None,
-                is_first_microbatch,
-                encoder_output,
-                rotary_pos_emb,
-                checkpoint_core_attention,
-                window,
-                options,
-            )
+            more: dict[str, Any] = {"source": encoder_output, "angles": rotary_pos_emb, "window": window}
+            more |= {"recomputes": checkpoint_core_attention, "options": options}
+            first_ones = (hidden_states, attention_mask, kind, None, is_first_microbatch)
+            plan, context, tensors = prepared(self, dtype, *first_ones, **more)
             found = differentiable(attention_block.forward, attention_block.backward, plan, context, *tensors)
             return self._results(found, hidden_states.shape, dtype)
         first = getattr(self, self._first_name)(hidden_states, is_first_microbatch)

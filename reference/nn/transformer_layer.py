@@ -319,14 +319,13 @@ class TransformerLayer(OfTransformerLayer, TensorGroup, ContextGroup, DeviceDefa
             return self._both(hidden_states, attention_mask, mask_type, dropout, *given, run)
         first = (attention_mask, mask_type, dropout, is_first_microbatch, None, rotary_pos_emb)
         more = (checkpoint_core_attention, window)
-        fused = hidden_states.dtype != torch.float32 and blocks.is_mlp_block(
-            mlp, self.apply_residual_connection_post_layernorm
-        )
+        post = self.apply_residual_connection_post_layernorm
+        fused = hidden_states.dtype != torch.float32 and blocks.is_mlp_block(mlp, post)
         if (
             fused
             and self.layer_type == "encoder"
             and blocks.is_small(self.elements, hidden_states, run)
-            and self._is_block(attention, hidden_states, checkpoint_core_attention, not self.output_layernorm)
+            and blocks.is_attention_block(attention, post and not self.output_layernorm, checkpoint_core_attention)
         ):
             of_layer = (*more, options.of_self(), drop_path, run)
             return self._ended(blocks.run_layer(attention, mlp, hidden_states, *first, *of_layer))
@@ -343,15 +342,14 @@ class TransformerLayer(OfTransformerLayer, TensorGroup, ContextGroup, DeviceDefa
         """The layer's output, of the last half's."""
         return self.layernorm(out) if self.output_layernorm else out
 
-    def _is_block(self, attention: Any, x: torch.Tensor, recomputes: bool, normed: bool) -> bool:
-        """Whether an attention runs as one pair of functions with its residual; `normed`: it begins with a norm."""
-        residual_is_norm = self.apply_residual_connection_post_layernorm and normed
-        return x.dtype != torch.float32 and blocks.is_attention_block(attention, residual_is_norm, recomputes)
-
     def _both(self, x: torch.Tensor, mask: Mask, mask_type: str, dropout: blocks.Dropout, *given: Any) -> torch.Tensor:
         """x + dropout(attention(norm(x)) + mlp(norm(x)))."""
         attention, mlp = self.self_attention, self.layernorm_mlp
-        if self._is_block(attention, x, given[3], False) and blocks.is_mlp_block(mlp, False):
+        if (
+            x.dtype != torch.float32
+            and blocks.is_attention_block(attention, False, given[3])
+            and blocks.is_mlp_block(mlp, False)
+        ):
             drop_path, run = self.drop_path if self.training else None, given[-1]
             return blocks.run_both(attention, mlp, x, mask, mask_type, dropout, *given[:-1], drop_path, run)
         read = rounded_gradient(x)
@@ -377,7 +375,8 @@ class TransformerLayer(OfTransformerLayer, TensorGroup, ContextGroup, DeviceDefa
         more = (is_first_microbatch, source, angles, recomputes, window, options)
         crosses = source is not None
         normed = crosses or not self.output_layernorm
-        if self._is_block(attention, x, recomputes, normed):
+        residual_is_norm = self.apply_residual_connection_post_layernorm and normed
+        if x.dtype != torch.float32 and blocks.is_attention_block(attention, residual_is_norm, recomputes):
             drop_path = self.drop_path if self.training and not crosses else None
             return blocks.run_attention(attention, x, mask, mask_type, dropout, *more, drop_path, run)
         results = blocks.run_module(attention, x, mask, mask_type, *more)
