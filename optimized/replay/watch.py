@@ -5,6 +5,7 @@ into one. It may call cuDNN's attention, whose results lie where PyTorch allocat
 places. A function that does anything else is not `usable`.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -23,6 +24,14 @@ _ALLOCATIONS = {
     aten.new_empty_strided.default,
 }
 _VIEWS = {aten._unsafe_view.default, aten.detach.default, aten.alias.default, aten._reshape_alias.default}
+
+# Composite ops, which a mode sees in inference mode alone, that are views whatever they are made of.
+_VIEWS_OF_VIEWS = {
+    *(aten.unflatten.int, aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default, aten.select.int),
+    *(aten.mT.default, aten.narrow.default, aten.movedim.int, aten.movedim.intlist, aten.swapaxes.default),
+}
+# In inference mode these come as they are, and say that they are views. Elsewhere a copy comes as `clone`.
+_MAY_COPY = {aten.reshape.default, aten.contiguous.default, aten.flatten.using_ints}
 
 # Ops of torch's that a tape may hold, and which of their results are read later.
 TORCH_OPS = {
@@ -47,6 +56,13 @@ _OUT_VARIANTS: dict[Any, Any] = {
 }
 # And keys and values are put there; places of packed sequences that have no token become zeros.
 _IN_PLACE = {aten.index_copy_.default, aten.masked_fill_.Scalar}
+
+
+@functools.cache
+def _is_composite(func: Any) -> bool:
+    """Whether an op consists of others and may copy, although it says that it is a view."""
+    composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+    return composite and func not in _VIEWS_OF_VIEWS
 
 
 def _draws(func: Any, args: Sequence[Any]) -> bool:
@@ -109,6 +125,8 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in _MAY_COPY:
+            return self.viewed(func, args, kwargs)
         if func in _ALLOCATIONS:
             return self.allocate(func, args, kwargs)
         if func is aten.clone.default and args[0].is_contiguous():
@@ -121,8 +139,16 @@ class Watch(TorchDispatchMode):
             return self.call_into(func, args, kwargs)
         if func in _IN_PLACE:
             return self.call_in_place(func, args)
-        self.usable = self.usable and (func.is_view or func in _VIEWS)
+        self.usable = self.usable and (func.is_view or func in _VIEWS) and not _is_composite(func)
         return func(*args, **kwargs)
+
+    def viewed(self, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
+        """Call an op of `_MAY_COPY`; its copy is a `clone`."""
+        made: torch.Tensor = func(*args, **kwargs)
+        if torch._C._is_alias_of(made, args[0]):
+            return made
+        copy: torch.Tensor = self.call_into(aten.clone.default, args[:1], {"memory_format": torch.contiguous_format})
+        return copy.view(made.shape)
 
     def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Call an op of `TORCH_OPS`; copy its results to allocations that a tape can place."""
