@@ -261,8 +261,8 @@ def _changed(kernel: str, recorded: str, links: Sequence[Mapping[str, Any]]) -> 
 
 
 def same_code() -> list[dict[str, Any]]:
-    """What tests/same_code.py has shown: of a kernel file's source `from` and of `now`'s source `to` every configuration
-    has the same machine code. Empty if nothing is noted.
+    """What tests/same_code.py has shown: a kernel file's source `from` and the source `to` of the file `now` have the same
+    machine code in every configuration. Empty if nothing is noted.
 
     Raises:
         files.Damaged: the file is not JSON.

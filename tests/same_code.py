@@ -8,8 +8,8 @@ lists are compared place by place, so that files and macros may be renamed.
 
 First the PTX is compared: of equal PTX the same ptxas makes equal machine code. Left out are comments, constants that
 nothing reads and, since ptxas does not look at them, the names of what is internal. Where PTX differs, and for the
-first and the last configuration of each file in any case (with `--whole` for all), cubins are compared: code, registers,
-constants, shared memory and arguments of each function.
+first and the last configuration of each file in any case (with `--whole` for all), cubins are compared: code,
+registers, constants, shared memory and arguments of each function.
 
 `--write` notes in docs/results/same_code.json the files of which all configurations are equal, with both hashes of
 their sources. `measure.outdated` then takes a result of the older hash for one of the newer.
@@ -89,8 +89,8 @@ def sections(cubin: bytes, memory: bool) -> dict[str, str]:
             content = b"".join(sorted(_attributes(content, symbols)))
         elif name.startswith(".rel"):
             content = b"".join(_relocations(content, entry, symbols))
-        # The upper byte of a code section's info is its number of registers.
-        about = f"{kind} {flags} {length if kind == _NOBITS else len(content)} {align} {info >> 24 if name.startswith('.text.') else ''}"
+        registers = info >> 24 if name.startswith(".text.") else 0
+        about = f"{kind} {flags} {length if kind == _NOBITS else len(content)} {align} {registers}"
         found[name] = hashlib.sha256(about.encode() + content).hexdigest()
     return found
 
