@@ -261,7 +261,7 @@ def _changed(kernel: str, recorded: str, links: Sequence[Mapping[str, Any]]) -> 
 
 
 def same_code() -> list[dict[str, Any]]:
-    """What tests/same_code.py has shown: a kernel file's source `from` and the source `to` of the file `now` have the same
+    """What tests/same_code.py has shown: source `from` of a kernel file and source `to` of the file `now` have the same
     machine code in every configuration. Empty if nothing is noted.
 
     Raises:

@@ -238,8 +238,7 @@ def _backward_rows() -> Iterable[Sequence[Any]]:
         if shape is None:
             yield dtype, kind, hidden, shape
         else:
-            file, defines = norm_backward.source(dtype, kind, shape), norm_backward.defines(dtype, kind, shape, hidden)
-            yield dtype, kind, hidden, file, macros(defines)
+            yield dtype, kind, hidden, macros(norm_backward.defines(dtype, kind, shape, hidden))
 
 
 def norm_casts(note: Notes) -> None:

@@ -11,6 +11,9 @@ nothing reads and, since ptxas does not look at them, the names of what is inter
 first and the last configuration of each file in any case (with `--whole` for all), cubins are compared: code,
 registers, constants, shared memory and arguments of each function.
 
+NVRTC is not deterministic: of a few configurations it makes now one code, now another, from the same source. So what
+differs is compiled a few times, and is equal if both sides have a code in common.
+
 `--write` notes in docs/results/same_code.json the files of which all configurations are equal, with both hashes of
 their sources. `measure.outdated` then takes a result of the older hash for one of the newer.
 """
@@ -32,11 +35,23 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-_KEPT = (".text.", ".nv.info", ".nv.constant", ".nv.shared.", ".nv.local.", ".rel")
+_KEPT = (
+    ".text.",
+    ".nv.info",
+    ".nv.constant",
+    ".nv.shared.",
+    ".nv.local.",
+    ".rel.text",
+    ".rela.text",
+    ".rel.nv",
+    ".rela.nv",
+)
 _NOBITS = 8
+_ARGUMENTS = 0x0A  # the attribute that says where a function's arguments lie: a symbol, and a place
+ATTEMPTS = 5
 _MEMORY = "cubin and constants in memory"
-_FORM = 3  # of what is kept in the cache: another number with every change of `plain_ptx` and `sections`
-_GLOBAL = re.compile(r"^\.(?:global|const) [^;]*?([\w$]+)(?:\[[^;]*)? = [^;]*;$", re.MULTILINE)
+_FORM = 4  # of what is kept in the cache: another number with every change of `plain_ptx` and `sections`
+_GLOBAL = re.compile(r"^\.(?:global|const) [^;=\[]*?([\w$]+)(?:\[\d*\])?(?: = [^;]*)?;$", re.MULTILINE)
 
 
 def plain_ptx(text: str) -> tuple[str, bool]:
@@ -87,6 +102,8 @@ def sections(cubin: bytes, memory: bool) -> dict[str, str]:
         content = b"" if kind == _NOBITS else cubin[at : at + length]
         if name == ".nv.info":  # attributes of functions: registers, frames, stacks
             content = b"".join(sorted(_attributes(content, symbols)))
+        elif name.startswith(".nv.info."):  # attributes of one function: arguments, barriers, threads
+            content = b"".join(_attributes(content, symbols, _ARGUMENTS))
         elif name.startswith(".rel"):
             content = b"".join(_relocations(content, entry, symbols))
         registers = info >> 24 if name.startswith(".text.") else 0
@@ -107,14 +124,14 @@ def _relocations(content: bytes, entry: int, symbols: Sequence[tuple[str, bytes]
         yield struct.pack("<QI", offset, kind) + _named(symbols[symbol]) + content[at + 16 : at + entry]
 
 
-def _attributes(content: bytes, symbols: Sequence[tuple[str, bytes]]) -> Iterable[bytes]:
-    """The records of a cubin's `.nv.info`, with symbols by name in place of number."""
+def _attributes(content: bytes, symbols: Sequence[tuple[str, bytes]], only: int | None = None) -> Iterable[bytes]:
+    """The records of a section with attributes, with symbols in place of their numbers; or those of `only` one kind."""
     at = 0
     while at < len(content):
-        form, _, size = struct.unpack_from("<BBH", content, at)
+        form, attribute, size = struct.unpack_from("<BBH", content, at)
         end = at + 4 + (size if form == 4 else 0)
         record = content[at:end]
-        if form == 4 and size == 8:
+        if form == 4 and size == 8 and only in (None, attribute):
             record = record[:4] + _named(symbols[struct.unpack_from("<I", record, 4)[0]]) + record[8:]
         yield record
         at = end
@@ -131,20 +148,25 @@ def listed() -> list[tuple[str, dict[str, int | str]]]:
     return [*defaults.configurations(), *ladder.CONFIGURATIONS]
 
 
-def _made(kernel: str, defines: dict[str, int | str], kind: str) -> dict[str, str]:
-    """The digests of a configuration's PTX, or of its cubin's sections."""
+def _made(kernel: str, defines: dict[str, int | str], kind: str, attempt: int = 0) -> dict[str, str]:
+    """The digests of a configuration's PTX, or of its cubin's sections; each `attempt` compiles it anew."""
     from optimized import compiler
     from reference import files
 
     about = [kind, kernel, compiler.source_hash(kernel), sorted(defines.items()), compiler.FLAGS]
     about += [compiler.nvrtc_build(), _FORM]
+    about += [attempt] if attempt else []
     name = f"{kernel.replace('/', '-')}-{hashlib.sha256(json.dumps(about).encode()).hexdigest()[:32]}.json"
     kept = files.kept("same_code", name)
     if kept is not None:
         found: dict[str, str] = json.loads(kept)
         return found
     if kind != "ptx":
-        found = sections(compiler.build(kernel, defines, announced=False).cubin, kind == _MEMORY)
+        if attempt:
+            cubin = compiler._compile(kernel, defines, compiler.program(kernel))[0]
+        else:
+            cubin = compiler.build(kernel, defines, announced=False).cubin
+        found = sections(cubin, kind == _MEMORY)
     else:
         flags, fetch = compiler.FLAGS, compiler._fetch
         compiler.FLAGS = ("--gpu-architecture=compute_90a", *(f for f in flags[1:] if "ptxas" not in f))
@@ -232,11 +254,24 @@ def compare(trees: tuple[Tree, Tree], kernels: Sequence[str], *, whole: bool, jo
     ]  # fmt: skip
 
     def made(what: Sequence[str], pairs: Sequence[Any]) -> list[tuple[dict[str, str], dict[str, str]]]:
-        def side(which: int) -> list[Any]:
-            return trees[which].ask(*((*pair[which], kind) for pair, kind in zip(pairs, what, strict=True)))
+        """Both sides of each pair, equal ones if one of a few attempts on each side gives them."""
 
-        with ThreadPoolExecutor(jobs) as pool:
-            return list(zip(*pool.map(side, (0, 1)), strict=True))
+        def side(which: int, of: Sequence[int], attempt: int) -> list[Any]:
+            return trees[which].ask(*((*pairs[one][which], what[one], attempt) for one in of))
+
+        found: list[Any] = [None] * len(pairs)
+        seen: list[tuple[list[Any], list[Any]]] = [([], []) for _ in pairs]
+        left: Sequence[int] = range(len(pairs))
+        for attempt in range(ATTEMPTS):
+            with ThreadPoolExecutor(jobs) as pool:
+                sides = list(pool.map(lambda which: side(which, left, attempt), (0, 1)))  # noqa: B023
+            for one, *both in zip(left, *sides, strict=True):
+                for known, new in zip(seen[one], both, strict=True):
+                    known.append(new)
+                common = next((each for each in seen[one][0] if each in seen[one][1]), None)
+                found[one] = tuple(both) if common is None else (common, common)
+            left = [one for one in left if found[one][0] != found[one][1]]
+        return found
 
     ptx = made(["ptx"] * len(chosen), chosen)
     equal_ptx = [old == new for old, new in ptx]

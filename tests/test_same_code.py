@@ -45,7 +45,7 @@ def test_sections_differ_where_the_machine_code_does(change: str, tmp_path: Path
 
 def test_ptx_is_compared_without_comments_and_internal_names() -> None:
     text = "// by NVVM\n.global .align 4 .u32 _ZN1aE = 4;\n.entry one() { // call\n bra $L__BB0_2; call _Z1f; }"
-    same = ".global .align 4 .u32 kB = 5;\n.entry one() {\n bra $L__BB7_1; call _Z1g; }"
+    same = ".global .align 4 .u32 kB = 5;\n.global .align 1 .u8 kZero;\n.entry one() {\n bra $L__BB7_1; call _Z1g; }"
     assert same_code.plain_ptx(text) == same_code.plain_ptx(same)
     assert not same_code.plain_ptx(text)[1]
     assert same_code.plain_ptx(text) != same_code.plain_ptx(text.replace("bra", "ret"))
@@ -81,9 +81,26 @@ def test_a_kernel_of_which_one_configuration_differs_stays_outdated() -> None:
     assert measure.outdated(result, same_code.links(same, ("before", "after"))) == []
     assert same_code.links(other, ("before", "after")) == []
     assert measure.outdated(result, same_code.links(other, ("before", "after"))) == ["cast"]
+    assert other["kernels"]["cast"]["configurations"] == 3  # type: ignore[index]
     assert [one["before"] for one in other["kernels"]["cast"]["differing"]] == [("cast", {"N": 2})]  # type: ignore[index]
 
 
 def test_lists_of_other_lengths_are_refused() -> None:
     with pytest.raises(SystemExit, match="list 3 and 2 configurations"):
         compared({1: "a", 2: "b"})
+
+
+def test_of_several_codes_that_the_compiler_makes_of_one_source_one_in_common_is_enough() -> None:
+    class Turns(Told):
+        def _answers(self, requests: object) -> Iterator[object]:
+            for answer, request in zip(super()._answers(requests), requests, strict=True):  # type: ignore[call-overload]
+                again = request != "list" and request[1]["N"] == 2 and request[3] == 2
+                yield {**answer, "code": "b"} if again else answer
+
+    trees = Told("1" * 64, {1: "a", 2: "b"}), Turns("2" * 64, {1: "a", 2: "x"})
+    found = same_code.compare(trees, ["cast"], whole=False, jobs=1)  # type: ignore[arg-type]
+    assert found["kernels"]["cast"]["equal_ptx"] == 2
+    trees = Told("1" * 64, {1: "a", 2: "b"}), Turns("2" * 64, {1: "y", 2: "x"})
+    found = same_code.compare(trees, ["cast"], whole=False, jobs=1)  # type: ignore[arg-type]
+    assert found["kernels"]["cast"]["equal_ptx"] == 1
+    assert len(found["kernels"]["cast"]["differing"]) == 1
