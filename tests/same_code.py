@@ -367,7 +367,7 @@ def main() -> int:
     if arguments.write:
         from optimized import measure
 
-        clean = not _git("status", "--porcelain", "optimized/kernels", "optimized/ops", cwd=ROOT)
+        clean = not _git("status", "--porcelain", "optimized/ops", "optimized/kernels/*.cu*", cwd=ROOT)
         if commit is None or not clean:
             raise SystemExit("--write names the commits that were compared: give one, and commit the kernels first.")
         measure.note_same_code(links(found, (commit, _git("rev-parse", "HEAD", cwd=ROOT))))
