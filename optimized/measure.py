@@ -3,7 +3,8 @@
 `interleave` times variants in rounds, so that they share one clock and one temperature, with CUDA events on the
 current stream. The time of a call depends on what L2 (60 MB on an H200) holds: let each variant walk over inputs that
 together exceed L2, or pass `flush`. `provenance` and `write_result` make a result file that says on what, with what and
-when it was measured, with a hash of the kernels' code; `outdated` compares the hashes with the code of today.
+when it was measured, with a hash of the kernels' code; `outdated` compares the hashes with the code of today, and takes
+source of the same machine code (tests/same_code.py) for the same.
 """
 
 import datetime
@@ -29,6 +30,7 @@ ROOT = _PACKAGE.parent
 INSTALLED = (_PACKAGE / "results").is_dir()
 """Whether this is a wheel, which has the results, but neither docs/ nor a history."""
 RESULTS = _PACKAGE / "results" if INSTALLED else ROOT / "docs" / "results"
+SAME_CODE = _PACKAGE / "kernels" / "same_code.json"
 RESTORED = ": install the package anew, or in a clone `git checkout -- docs/results`"
 
 
@@ -236,13 +238,49 @@ def provenance(kernels: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def outdated(result: Mapping[str, Any]) -> list[str]:
-    """The names of the kernels that have changed since `result`, the content of a result file, was measured."""
-    return [
-        kernel
-        for kernel, recorded in result["provenance"]["kernels"].items()
-        if not (compiler.KERNELS / f"{kernel}.cu").is_file() or compiler.source_hash(kernel) != recorded
-    ]
+def outdated(result: Mapping[str, Any], links: Iterable[Mapping[str, Any]] | None = None) -> list[str]:
+    """The names of the kernels that have changed since `result`, the content of a result file, was measured.
+
+    A kernel of other source but the same machine code has not changed: `links` say so (of `same_code`, if None).
+    """
+    known = same_code() if links is None else list(links)
+    return [kernel for kernel, recorded in result["provenance"]["kernels"].items() if _changed(kernel, recorded, known)]
+
+
+def _changed(kernel: str, recorded: str, links: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether no chain of links leads from a kernel's recorded hash to the hash that a kernel has today."""
+    reached, waiting = set(), [(kernel, recorded)]
+    while waiting:
+        name, source = waiting.pop()
+        if (compiler.KERNELS / f"{name}.cu").is_file() and compiler.source_hash(name) == source:
+            return False
+        reached.add((name, source))
+        following = ((link["now"], link["to"]) for link in links if (link["kernel"], link["from"]) == (name, source))
+        waiting += [one for one in following if one not in reached]
+    return True
+
+
+def same_code() -> list[dict[str, Any]]:
+    """What tests/same_code.py has shown: source `from` of a kernel file and source `to` of the file `now` have the same
+    machine code in every configuration. Empty if nothing is noted.
+
+    Raises:
+        files.Damaged: the file is not JSON.
+    """
+    try:
+        return list(files.record(SAME_CODE, RESTORED)["links"])
+    except FileNotFoundError:
+        return []
+
+
+def note_same_code(links: Iterable[Mapping[str, Any]], path: Path = SAME_CODE) -> None:
+    """Add links to those of `same_code`.
+
+    Raises:
+        files.NotWritten: the file cannot be written.
+    """
+    found = [*same_code(), *links]
+    files.write(path, json.dumps({"links": found}, indent=1) + "\n")
 
 
 def read_result(name: str) -> dict[str, Any]:

@@ -65,7 +65,7 @@ def of_norms() -> Benchmark:
     shapes = ((8192, 4096), (8192, 1024), (8192, 2048), (8192, 5120), (8192, 8192), (8192, 12288))
     moved = {"norm": 4, "norm_cast_transpose": 4, "norm_backward": 6, "norm_backward + residual": 8}
     kinds = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
-    backward = (r"norm_backward(_long)?.norm_backward [ KIND={kind} ", "norm_total.norm_total [")
+    backward = (r"norm_backward.norm_backward [ KIND={kind} ", "norm_total.norm_total [")
     return Benchmark(
         norm, 8, 15,
         [{"kind": kind, "rows": rows, "hidden": hidden} for rows, hidden in shapes for kind in kinds],

@@ -32,6 +32,31 @@ def test_kernels_that_changed_since_are_named(tmp_path: Path) -> None:
     assert measure.outdated(written) == ["amax", "gone"]
 
 
+def test_a_kernel_with_another_source_but_the_same_machine_code_has_not_changed() -> None:
+    old, now = {"cast": "1" * 64, "gone": "2" * 64}, compiler.source_hash
+    result = {"provenance": {"kernels": old}}
+    middle = {"kernel": "cast", "from": "1" * 64, "now": "cast", "to": "3" * 64}
+    last = {"kernel": "cast", "from": "3" * 64, "now": "cast", "to": now("cast")}
+    renamed = {"kernel": "gone", "from": "2" * 64, "now": "amax", "to": now("amax")}
+    assert measure.outdated(result, []) == ["cast", "gone"]
+    assert measure.outdated(result, [middle, last, renamed]) == []
+    assert measure.outdated(result, [last, renamed]) == ["cast"]  # no chain
+    for wrong in ({"from": "4" * 64}, {"to": "4" * 64}, {"kernel": "amax"}, {"now": "amax"}):  # made by hand
+        assert measure.outdated(result, [middle, {**last, **wrong}, renamed]) == ["cast"]
+    circle = {"kernel": "cast", "from": "3" * 64, "now": "cast", "to": "1" * 64}
+    assert measure.outdated(result, [middle, circle]) == ["cast", "gone"]
+
+
+def test_what_is_noted_of_the_same_machine_code_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "SAME_CODE", tmp_path / "same_code.json")
+    assert measure.same_code() == []
+    link = {"kernel": "cast", "from": "1" * 64, "now": "cast", "to": compiler.source_hash("cast")}
+    measure.note_same_code([link], measure.SAME_CODE)
+    measure.note_same_code([{**link, "from": "2" * 64}], measure.SAME_CODE)
+    assert [one["from"] for one in measure.same_code()] == ["1" * 64, "2" * 64]
+    assert measure.outdated({"provenance": {"kernels": {"cast": "2" * 64}}}) == []
+
+
 def test_sources_that_changed_are_named() -> None:
     then = sources()
     assert {"optimized/kernels/cast.cu", "reference/ops/cast.py", "tests/test_measure.py"} <= then.keys()

@@ -38,7 +38,7 @@ WHAT = "from a process's start to the first step's end"
 KERNELS = (
     *("activation_cast_transpose", "attention", "attention_backward", "attention_backward_ends", "cast_transpose"),
     *("cat_cast_transpose", "dbias", "gemm_fp8", "gemm_fp8_fused", "multi_cast_transpose", "norm_backward"),
-    *("norm_cast_transpose_long", "norm_total", "scale_update"),
+    *("norm_cast_transpose", "norm_total", "scale_update"),
 )
 HIDDEN, FFN, HEADS, SEQUENCE = 4096, 16384, 32, 2048
 BATCHES = (4, 2)  # of the first steps, and of the step after them

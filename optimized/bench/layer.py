@@ -40,7 +40,6 @@ KERNELS = (
     *("cast_transpose", "dbias", "dropout", "gemm", "gemm_fp8", "gemm_fp8_fused", "norm", "norm_backward"),
     *(
         "norm_cast_transpose",
-        "norm_cast_transpose_long",
         "cat_cast_transpose",
         "multi_cast_transpose",
         "norm_total",

@@ -12,10 +12,7 @@ from optimized.bench.table import Table
 
 NAME = "norm"
 WHAT = "norms, against a device copy"
-KERNELS = (
-    *("norm", "norm_any", "norm_cast_transpose", "norm_cast_transpose_long"),
-    *("norm_backward", "norm_backward_long", "norm_backward_any", "norm_total"),
-)
+KERNELS = ("norm", "norm_cast_transpose", "norm_backward", "norm_total")
 SHAPES = ((8192, 4096), (8192, 1024), (8192, 2048), (8192, 5120), (8192, 8192), (8192, 12288))
 KINDS = ("layernorm", "rmsnorm")
 

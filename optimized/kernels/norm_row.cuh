@@ -1,5 +1,18 @@
 // Rows of a norm: parameters, and the written order of a row's sum.
 //
+// Which kernel runs when (optimized/ops/norm.py, norm_backward.py and norm_cast_transpose.py choose):
+//
+//   file                    form                                rows
+//   norm.cu                 in registers (norm_held.cuh)        hidden <= 16384, a multiple of 8
+//                           VECTOR 1: three times from L1       longer ones, a multiple of 8
+//                           VECTOR 0: element by element        any other hidden
+//   norm_cast_transpose.cu  a warp has a row (norm_held.cuh)    hidden <= 1024, a multiple of 16
+//                           CLUSTER: blocks share a row         hidden <= 16384, a multiple of 16
+//   norm_backward.cu        in registers                        hidden <= 8192, a multiple of 8
+//                           KEPT: twice from shared memory      hidden <= 16384; layernorm of 5120 in 16 bits
+//                           a block to a row, slowly            any other hidden, and fp32 beyond 8192
+//   norm_total.cu           after each norm_backward            its columns' sums over blocks of rows
+//
 // The order (`reference/ops/norm.py`): the complete binary tree over neighbours of the row, padded with +0.0 to a power
 // of two, 1024 at least. A lane adds its 8 neighbours; shuffles over 1, 2, 4, 8, 16 lanes give sums of 256, which are
 // added in pairs again. (Addition commutes, so a butterfly gives every lane the same bits.)
@@ -116,5 +129,45 @@ template <int kCount>
 struct alignas(16) Leaves {
     float sum[kCount < 4 ? 4 : power_of_two(kCount)];
 };
+
+// By a block of threads, for a row of any length.
+
+constexpr int kBlockWarps = 8;
+constexpr int kBlockThreads = 32 * kBlockWarps;
+constexpr int kMaxStripes = 8192;  // hidden up to 2^21
+
+// The sum over the row, for every thread. each(at, v) fills v with elements at .. at + 7, +0.0 beyond the end.
+template <class Each>
+__device__ __forceinline__ float block_row_sum8(int hidden, Each each) {
+    __shared__ float sums[kMaxStripes], next[kMaxStripes / 2];
+    int stripes = 4;
+    while (stripes * kStripe < hidden) stripes *= 2;
+    __syncthreads();  // the sum before has been read
+    for (int i = threadIdx.x / 32; i < stripes; i += kBlockWarps) {
+        float v[8];
+        each(kStripe * i + static_cast<int>(threadIdx.x) % 32 * 8, v);
+        const float lane[1] = {tree8(v)};
+        const float sum = lane_sum(lane);
+        if (threadIdx.x % 32 == 0) sums[i] = sum;
+    }
+    float *from = sums, *to = next;
+    for (int n = stripes / 2; n > 0; n /= 2) {
+        __syncthreads();
+        for (int i = threadIdx.x; i < n; i += kBlockThreads) to[i] = from[2 * i] + from[2 * i + 1];
+        float* const swapped = from;
+        from = to, to = swapped;
+    }
+    __syncthreads();
+    return from[0];
+}
+
+// The same, element by element: value(at).
+template <class Value>
+__device__ __forceinline__ float block_row_sum(int hidden, Value value) {
+    return block_row_sum8(hidden, [&](int at, float(&v)[8]) {
+#pragma unroll
+        for (int j = 0; j < 8; j++) v[j] = at + j < hidden ? value(at + j) : 0.0f;
+    });
+}
 
 }  // namespace twin

@@ -29,6 +29,18 @@ from reference.ops.gemm_fused import activation_backward_outputs, activation_out
 from reference.ops.library import on_cuda
 
 ACTIVATION, DROPOUT = "BiasActivation", "BiasDropoutAdd"  # the macro EPILOGUE: structs of the kernel
+# The structs Arguments of the epilogues. They are filled as 64-bit words, so what is shorter has a word of its own.
+ARGUMENTS = {
+    ACTIVATION: np.dtype(
+        [(name, "u8") for name in ("h", "bias", "scale_slot", "amax_slot", "q", "q_t", "scale_inv")]
+        + [("unused", "i8"), ("bias_type", "i8")]
+    ),
+    DROPOUT: np.dtype(
+        [("residual_map", "u8", 16)]
+        + [(name, "u8") for name in ("out", "bias", "residual", "rng_state")]
+        + [("threshold", "i8"), ("keep_scale", "f4"), ("unused", "i4", 5)]  # ends at a multiple of the map's 64 bytes
+    ),
+}
 SHARED_BYTES = 232448  # that a block can have
 
 

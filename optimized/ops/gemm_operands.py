@@ -37,6 +37,10 @@ def run(n: int, out: torch.dtype, block_n: int = 32) -> int:
     return 8 if n % 32 == block_n % 32 == 0 and out != torch.float32 else 4
 
 
+# struct OperandMaps of kernels/gemm_fp8_mainloop.cuh.
+MAPS = np.dtype([(name, "u8", 16) for name in ("a", "b", "a_edge", "b_edge")])
+
+
 @functools.lru_cache(maxsize=1024)
 def _operand_maps(
     a: int,

@@ -1,5 +1,5 @@
-"""`twin::norm` on the GPU, LayerNorm and RMSNorm: kernels/norm.cu, and kernels/norm_any.cu for rows that norm.cu cannot
-hold in registers. Semantics, and the order of the sums: `reference.ops.norm`.
+"""`twin::norm` on the GPU, LayerNorm and RMSNorm: kernels/norm.cu. Semantics, and the order of the sums:
+`reference.ops.norm`. kernels/norm_row.cuh has a table of the norms' kernels.
 """
 
 import functools
@@ -51,7 +51,7 @@ def rows_kernel(x: torch.dtype, kind: str, warps: int, hidden: int) -> launch.Ke
 
 @functools.cache
 def _any_kernel(x: torch.dtype, kind: str, vector: int) -> launch.Kernel:
-    return launch.function("norm_any", "norm_any", {"WIDE": WIDE[x], "KIND": KIND[kind], "VECTOR": vector})
+    return launch.function("norm", "norm_any", {"WIDE": WIDE[x], "KIND": KIND[kind], "VECTOR": vector})
 
 
 CONFIGURATIONS = [

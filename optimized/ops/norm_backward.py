@@ -1,5 +1,5 @@
-"""`twin::norm_backward` on the GPU, LayerNorm and RMSNorm: kernels/norm_backward.cu, norm_backward_long.cu or
-norm_backward_any.cu for dx and for sums over blocks of rows; then kernels/norm_total.cu, which adds up those sums.
+"""`twin::norm_backward` on the GPU, LayerNorm and RMSNorm: kernels/norm_backward.cu for dx and for sums
+over blocks of rows; then kernels/norm_total.cu, which adds up those sums.
 Semantics, and the order of the sums: `reference.ops.norm`.
 """
 
@@ -16,7 +16,7 @@ from optimized.ops.norm import KIND, Defines, whole
 from reference.ops.library import on_cuda
 from reference.ops.norm import KINDS, block_rows, chains, norm_backward_outputs
 
-_SHARED = {"norm_backward": 200 * 1024, "norm_backward_long": 224 * 1024}  # bytes, at most
+_SHARED = {False: 200 * 1024, True: 224 * 1024}  # bytes at most, by `is_long`
 _ANY_THREADS = 256
 _TOTAL_COLUMNS = 32
 _TOTAL_THREADS = 512
@@ -26,27 +26,28 @@ SHAPES = ((4, 1), (8, 1), (12, 1), (16, 1), (10, 2), (12, 2), (16, 2), (12, 4), 
 
 
 def backward_shape(x: torch.dtype, hidden: int) -> tuple[int, int] | None:
-    """The first of `SHAPES` that holds such a row; None if only norm_backward_any.cu takes it."""
+    """The first of `SHAPES` that holds such a row; None if only the kernel for any row takes it."""
     # Longer rows of fp32 do not fit in shared memory.
     if hidden % 8 or (x == torch.float32 and hidden > 8192):
         return None
     return next(((warps, vectors) for warps, vectors in SHAPES if hidden <= 256 * warps * vectors), None)
 
 
-def source(x: torch.dtype, kind: str, shape: tuple[int, int]) -> str:
-    """The kernel file for rows of that shape; where both could take them, the faster one (docs/log/norm.md)."""
+def is_long(x: torch.dtype, kind: str, shape: tuple[int, int]) -> bool:
+    """Whether rows are read twice from shared memory: those too long for registers, and some that are faster so
+    (docs/log/norm.md).
+    """
     _, vectors = shape
-    long = vectors == 4 or (shape == (10, 2) and kind == "layernorm" and x != torch.float32)
-    return "norm_backward_long" if long else "norm_backward"
+    return vectors == 4 or (shape == (10, 2) and kind == "layernorm" and x != torch.float32)
 
 
 def defines(x: torch.dtype, kind: str, shape: tuple[int, int], hidden: int) -> Defines:
-    """Macros of either kernel for rows of `hidden` elements."""
+    """Macros of the kernel for rows of `hidden` elements."""
     warps, vectors = shape
     width = 256 * warps * vectors
     macros: Defines = {"WIDE": WIDE[x], "KIND": KIND[kind], "CHAINS": chains(width)}
     macros |= {"ROW_WARPS": warps, "VECTORS": vectors, "WHOLE": whole(x, width, hidden)}
-    if source(x, kind, shape) == "norm_backward_long":
+    if is_long(x, kind, shape):
         return {**macros, "STAGES": 3, "BLOCKS": 2 if vectors == 2 else 1, "KEPT": int(warps < 16)}
     deep = kind == "layernorm" and shape == (12, 2) and x != torch.float32
     two = vectors == 1 or (shape == (10, 2) and macros["WHOLE"])
@@ -56,18 +57,18 @@ def defines(x: torch.dtype, kind: str, shape: tuple[int, int], hidden: int) -> D
 @functools.cache
 def kernel(x: torch.dtype, kind: str, shape: tuple[int, int], hidden: int) -> tuple[launch.Kernel, int, int]:
     """The kernel for rows of that shape, with the macros of `defines`; its threads and bytes of shared memory."""
-    file, macros = source(x, kind, shape), defines(x, kind, shape, hidden)
+    long, macros = is_long(x, kind, shape), defines(x, kind, shape, hidden)
     warps, vectors = shape
     threads, stages = 32 * warps * int(macros["CHAINS"]), int(macros["STAGES"])
-    # Each stage holds rows of the gradient, x and the residual; norm_backward_long.cu has one row of the residual.
-    rows = 2 * stages + 1 if file == "norm_backward_long" else 3 * stages
+    # Each stage holds rows of the gradient, x and the residual; of long rows there is one row of the residual.
+    rows = 2 * stages + 1 if long else 3 * stages
     shared = rows * threads * vectors * 8 * x.itemsize
-    return launch.function(file, "norm_backward", macros, _SHARED[file]), threads, shared
+    return launch.function("norm_backward", "norm_backward", macros, _SHARED[long]), threads, shared
 
 
 @functools.cache
 def _any_kernel(x: torch.dtype, kind: str, name: str) -> launch.Kernel:
-    return launch.function("norm_backward_any", name, {"WIDE": WIDE[x], "KIND": KIND[kind]})
+    return launch.function("norm_backward", name, {"WIDE": WIDE[x], "KIND": KIND[kind]})
 
 
 _total = {x: launch.function("norm_total", "norm_total", {"WIDE": WIDE[x]}) for x in WIDE}

@@ -1,6 +1,6 @@
-"""`twin::norm_cast_transpose` on the GPU: LayerNorm and RMSNorm straight to FP8, by kernels/norm_cast_transpose.cu for
-rows of up to 1024 elements and by kernels/norm_cast_transpose_long.cu for longer ones. Semantics, and the order of the
-sums: `reference.ops.norm`.
+"""`twin::norm_cast_transpose` on the GPU: LayerNorm and RMSNorm straight to FP8, by kernels/norm_cast_transpose.cu,
+which has one form for rows of up to 1024 elements and one for longer ones. Semantics, and the order of the sums:
+`reference.ops.norm`.
 """
 
 import functools
@@ -36,23 +36,23 @@ class Shape(NamedTuple):
         return 512 * self.stripes * self.cluster
 
     @property
-    def source(self) -> str:
-        """The kernel file: a warp has a row, or a warp of each block has its part of a row."""
-        return "norm_cast_transpose_long" if self.width > 1024 else "norm_cast_transpose"
+    def long(self) -> bool:
+        """Whether a warp of each block has its part of a row; otherwise a warp has a row."""
+        return self.width > 1024
 
     @property
     def share(self) -> int:
-        """The fewest rows that a cluster is launched for: a tile of 64, or half a tile of the long kernel."""
-        return 64 if self.width <= 1024 else 32
+        """The fewest rows that a cluster is launched for: a tile of 64, or half a tile of long rows."""
+        return 32 if self.long else 64
 
     def codes(self, kind: str) -> int:
         """Bytes of shared memory for a block's parameters and the codes of a tile."""
         return 512 * self.stripes * ((8 if kind == "layernorm" else 4) + self.rows) + 128
 
     def ring(self, x: torch.dtype, kind: str) -> int:
-        """Rows that each warp of the long kernel has under way: as many as there is room for, up to 4."""
+        """Rows that each warp has of long rows under way: as many as there is room for, up to 4."""
         row = 512 * self.stripes * x.itemsize
-        return min(4, (_SHARED - self.codes(kind)) // (self.warps * row)) if self.width > 1024 else 0
+        return min(4, (_SHARED - self.codes(kind)) // (self.warps * row)) if self.long else 0
 
     def shared(self, x: torch.dtype, kind: str) -> int:
         """Bytes of shared memory."""
@@ -81,14 +81,14 @@ def defines(x: torch.dtype, kind: str, q: torch.dtype, shape: Shape, hidden: int
     """Macros of either kernel for rows of `hidden` elements."""
     macros: Defines = {"WIDE": WIDE[x], "KIND": KIND[kind], "FP8": FP8[q], "TILE_WARPS": shape.warps}
     macros["WHOLE"] = whole(x, shape.width, hidden)
-    if shape.source == "norm_cast_transpose":
+    if not shape.long:
         return {**macros, "ROW_WARPS": 1}
     ring = {"TILE_ROWS": shape.rows, "RING": shape.ring(x, kind)}
     return {**macros, "STRIPES": shape.stripes, "CLUSTER": shape.cluster, **ring}
 
 
 CONFIGURATIONS: list[tuple[str, Defines]] = [
-    (shape.source, defines(x, kind, q, shape, hidden))
+    ("norm_cast_transpose", defines(x, kind, q, shape, hidden))
     for x, kind, q, (stripes, cluster), short in itertools.product(WIDE, KINDS, FP8, SHAPES, (0, 16))
     for hidden in [512 * stripes * cluster - short]
     if (short or x != torch.float32) and (shape := tile_shape(x, kind, hidden)) is not None
@@ -100,9 +100,9 @@ def configured(
     x: torch.dtype, kind: str, q: torch.dtype, shape: Shape, hidden: int, device: int
 ) -> tuple[launch.Kernel, int, int, int]:
     """The kernel with the macros of `defines`, its threads, its shared memory, and how many clusters run at once."""
-    kernel = launch.function(shape.source, "norm_cast_transpose", defines(x, kind, q, shape, hidden), _SHARED)
+    kernel = launch.function("norm_cast_transpose", "norm_cast_transpose", defines(x, kind, q, shape, hidden), _SHARED)
     threads, smem = 32 * shape.warps, shape.shared(x, kind)
-    if shape.width <= 1024:  # no clusters
+    if not shape.long:  # no clusters
         return kernel, threads, smem, launch.processors(device)
     return kernel, threads, smem, launch.clusters_at_once(kernel, shape.cluster, threads, smem, device)
 

@@ -14,6 +14,8 @@ from reference.ops.rotary import outputs
 _THREADS = 256
 _MAX_DIMENSIONS = 4096  # of freqs: the kernel keeps their table in shared memory
 
+STRIDES = np.dtype([("s", "i8"), ("b", "i8"), ("h", "i8")])  # struct Strides of the kernel
+
 
 @functools.cache
 def _kernel(x: torch.dtype, vector: bool, interleaved: bool) -> launch.Kernel:
