@@ -145,7 +145,7 @@ class Watch(TorchDispatchMode):
     def viewed(self, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
         """Call an op of `_MAY_COPY`; its copy is a `clone`."""
         made: torch.Tensor = func(*args, **kwargs)
-        if torch._C._is_alias_of(made, args[0]):
+        if torch._C._is_alias_of(made, args[0]):  # type: ignore[attr-defined]
             return made
         copy: torch.Tensor = self.call_into(aten.clone.default, args[:1], {"memory_format": torch.contiguous_format})
         return copy.view(made.shape)
