@@ -1,158 +1,255 @@
-"""Structs that kernels take by value: NVRTC finds each field where the op's dtype has it. Nothing is generated for it:
-a program ends with an assertion that fails when all before it hold.
-"""
+"""What constructors accept: each argument of each layer, with values of every kind. Nothing is silently taken."""
 
-import functools
+import inspect
+import math
 import re
-from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from optimized import compiler, defaults
-from optimized.ops import (
-    adafactor,
-    adam,
-    adam_states,
-    attention,
-    attention_backward,
-    cat_cast_transpose,
-    clip_grads,
-    gemm_fused,
-    gemm_operands,
-    grad_norm,
-    multi_cast_transpose,
-    rotary,
-    scale_update,
-    sgd,
-    softmax,
-)
+import reference as te
 
-STRIDES = {"mask_strides": "mask_b", "out_strides": "out_b", "bias_strides": "bias_b", "slope_strides": "slope_b"}
-LAST = "everything before holds"
-
-
-class Case(NamedTuple):
-    """A struct of a kernel file and its dtype; of a table also the struct of an element, whose dtype it is."""
-
-    kernel: str
-    struct: str
-    dtype: np.dtype
-    macros: dict[str, int | str] = {}  # that the configuration has among others  # noqa: RUF012
-    names: dict[str, str] = {}  # of fields that the dtype names otherwise  # noqa: RUF012
-    element: str = ""
-
-
-def table(kernel: str, dtype: np.dtype, name: str = "Entry") -> Case:
-    return Case(kernel, "Table", dtype, element=name)
-
-
-def attentions() -> Iterator[Case]:
-    """Arguments with what each macro adds; Scratch with and without what heads apart have."""
-    for kernel in ("attention", "attention_wide", "attention_backward", "attention_backward_wide", "attention_fp8"):
-        shown = set()
-        for _, macros in configurations(kernel):
-            options = {name: int(macros.get(name, 0)) for name in ("BIAS", "SINK", "LENGTHS", "HEADS_APART")}
-            if tuple(options.values()) in shown:
-                continue
-            shown.add(tuple(options.values()))
-            biased, sunk, lengths, apart = map(bool, options.values())
-            yield Case(kernel, "Arguments", attention.argument_type(biased, sunk, lengths), options, STRIDES)
-            if "backward" in kernel:
-                scratch = attention_backward.SCRATCH_APART if apart else attention_backward.SCRATCH
-                yield Case(kernel, "Scratch", scratch, options)
-    for kernel in ("attention_bias", "attention_backward_ends"):
-        macros = configurations(kernel)[0][1]
-        options = {name: int(macros.get(name, 0)) for name in ("BIAS", "SINK", "LENGTHS")}
-        yield Case(kernel, "Arguments", attention.argument_type(*map(bool, options.values())), options, STRIDES)
-    yield Case("attention_backward_ends", "Scratch", attention_backward.SCRATCH, {"HEADS_APART": 0})
-
-
-@functools.cache
-def _configurations() -> list[tuple[str, dict[str, int | str]]]:
-    return defaults.configurations()
-
-
-def configurations(kernel: str) -> list[tuple[str, dict[str, int | str]]]:
-    return [one for one in _configurations() if one[0] == kernel]
-
-
-CASES = [
-    table("adam", adam._TENSOR),
-    table("adam_states", adam_states._ROW),
-    Case("adam_states", "Scalars", adam_states.SCALARS),
-    Case("adafactor", "State", adafactor._STATE),
-    Case("cat_cast_transpose", "Parts", cat_cast_transpose._PARTS),
-    Case("cat_cast_transpose", "Part", cat_cast_transpose._PARTS["part"].base),
-    table("clip_grads", clip_grads._ROW),
-    table("grad_norm", grad_norm._ROW),
-    table("multi_cast_transpose", multi_cast_transpose._MATRIX),
-    table("scale_update", scale_update._MODULE, "Module"),
-    table("sgd", sgd._ROW),
-    Case("rotary", "Strides", rotary.STRIDES),
-    Case("softmax", "Mask", softmax._MASK, names={"strides": "b"}),
-    *(Case(kernel, "OperandMaps", gemm_operands.MAPS) for kernel in ("gemm_fp8", "gemm_fp8_fused", "gemm_fp8_split_k")),
-    *(
-        Case("gemm_fp8_fused", "Epilogue::Arguments", gemm_fused.ARGUMENTS[name], {"EPILOGUE": name})
-        for name in (gemm_fused.ACTIVATION, gemm_fused.DROPOUT)
+NAN, INF = math.nan, math.inf
+MASKS = ("no_mask", "padding", "arbitrary", "causal", "causal_bottom_right", "padding_causal", "causal,padding")
+NOTHING: list[Any] = ["", "none", 3, None, ("causal",), ["causal"], True, np.float32(1), b"causal"]
+# Kind -> what is refused, what is taken.
+KINDS: dict[str, tuple[list[Any], list[Any]]] = {
+    "size": (
+        [None, "16", 16.0, True, (16,), [16], -1, 0, 2**31, 10**30, NAN, np.float32(16), torch.tensor(16), np.ones(2)],
+        [32, np.int64(32)],
     ),
-    *attentions(),
+    "size or none": (["16", 16.0, True, (16,), -1, 0, 2**31, NAN, np.float32(2), torch.ones(1)], [None, 2, np.int8(2)]),
+    "heads": (
+        [None, 0, -8, 4, 20, 264, True, 16.0, "16", (16,), [16, 8], (16, 12), (16, None), (8, 8, 8), np.float64(16)],
+        [8, 256, np.int32(16), (16, 16), (192, np.int64(128))],
+    ),
+    "head or none": ([0, -8, 4, 20, 264, True, 16.0, "16", (16, 16), np.float64(16)], [None, 8, np.int32(16)]),
+    "flag": ([None, 0, 1, "yes", "", (True,), np.True_, 1.0, torch.tensor(True)], [True, False]),
+    "flag or none": ([0, 1, "yes", (True,), np.True_, torch.tensor(True)], [None, True, False]),
+    "share": (
+        [None, "0.1", True, False, (0.1,), -0.1, 1.1, 2, NAN, INF, torch.tensor(0.1), np.ones(2)],
+        [0, 0.0, 0.5, np.float32(0.25), 1, 1.0],
+    ),
+    "probability": (
+        [None, "0.1", True, False, (0.1,), -0.1, 1, 1.0, 2, NAN, INF, np.float32(1), torch.tensor(0.1), np.ones(2)],
+        [0, 0.0, 0.5, np.float32(0.25), np.float64(0.25)],
+    ),
+    "epsilon": (
+        [None, "1e-5", True, (1e-5,), 0, -1e-5, NAN, INF, 1e-60, 1e60, 10**400, torch.tensor(1e-5), 1j],
+        [1e-5, 1, np.float32(1e-6)],
+    ),
+    "function": ([1, "normal", (1,), True], [None, torch.nn.init.ones_]),
+    "rng": ([1, "normal", (1,), True], [None]),
+    "name": ([1, b"x", ("a",), True], [None, "a", ""]),
+    "dtype": (["float32", torch.int8, torch.float64, float, np.float32, 16, np.dtype("int8")], [None, torch.float16]),
+    "device": (["nowhere", 1.5, (0,), True, "cuda:x", "cpu:-3", b"cpu", torch.ones(1)], ["cpu", torch.device("meta")]),
+    "mask type": (NOTHING, [*MASKS]),
+    "activation": (["tanh", "clamped_swiglu(7.0, 1.702, 1.0)", *NOTHING], ["gelu", "srelu", "glu", "clamped_swiglu"]),
+    "activation params": (
+        [7.0, "limit", True, (7.0,), {"limits": 7.0}, {"limit": 0}, {"limit": None}, {"limit": True}, {"alpha": -1.0},
+         {"alpha": INF}, {"glu_linear_offset": NAN}, {"glu_linear_offset": "1"}, {1: 1.0}, {"limit": torch.ones(1)}],
+        [None, {}, {"limit": 7}, {"alpha": 1, "glu_linear_offset": -np.float32(0.5)}],
+    ),
+    "qk norm": (["BatchNorm", "", 3, True, ("RMSNorm",)], [None, "L2Normalization", "RMSNorm", "LayerNorm"]),
+    "normalization": (["BatchNorm", *NOTHING], ["LayerNorm", "RMSNorm"]),
+    "format": (["hdt", *NOTHING], ["sbhd", "bshd", "thd"]),
+    "attention type": (["both", *NOTHING], ["self", "cross"]),
+    "layer type": (["both", *NOTHING], ["encoder", "decoder"]),
+    "backend": (["flash", *NOTHING], ["exact", "cudnn"]),
+    "parallel mode": (["both", "", 1, True, ("row",)], [None, "row", "column"]),
+    "group": ([0, "tp", True, (0,), object()], [None]),
+    "ranks": ([0, "0", (), [0, 1], [0.5], [True], torch.zeros(1)], [None, [0], (3,)]),
+    "stream": ([0, "stream", True, object()], [None]),
+    "communication": (NOTHING, ["p2p", "all_gather", "a2a", "a2a+p2p"]),
+    "scale": ([0, -1.0, NAN, INF, "1", True, (1.0,), 1e31, torch.tensor(1.0)], [None, 0.5, 2, np.float32(0.5)]),
+    "scale of its own": ([None, 0, -1.0, NAN, INF, "1", True, (1.0,), 1e31, torch.tensor(1.0)], [1e-6, np.float32(1)]),
+    "split": (
+        [
+            "qkv", 3, (), {}, ("q", "q"), ("q", "q_"), {"q": 32.0}, {"q": "32"}, {"q": -16, "k": 48}, {1: 32}, (1, 2),
+            ("a.b", "c"), ("", "c"), {"q": 16}, ("q", "k", "v"), ("layer_norm", "k"), {"q": 32, "k": 0}, True, {"q"},
+        ],
+        [None, ("q", "k"), ["q_", "k_"], {"q": 16, "k": np.int64(16)}],
+    ),
+}  # fmt: skip
+ARGUMENTS = {
+    "size": "in_features out_features ffn_hidden_size num_attention_heads hidden_size normalized_shape",
+    "flag or none": "return_max_logit",
+    "size or none": "num_gqa_groups layer_number seq_length micro_batch_size",
+    "head or none": "kv_channels",
+    "flag": "bias return_bias zero_centered_gamma return_layernorm_output input_layernorm output_layernorm "
+    "fuse_qkv_params qkv_weight_interleaved rotary_pos_interleaved apply_residual_connection_post_layernorm "
+    "checkpoint fuse_wgrad_accumulation sequence_parallel set_parallel_mode qk_norm_before_rope "
+    "parallel_attention_mlp delay_wgrad_compute save_original_input",
+    "probability": "attention_dropout hidden_dropout",
+    "share": "drop_path_rate",
+    "epsilon": "eps layernorm_epsilon",
+    "function": "init_method output_layer_init_method",
+    "rng": "get_rng_state_tracker",
+    "name": "name ub_name rng_tracker_name",
+    "dtype": "params_dtype dtype",
+    "device": "device",
+    "mask type": "attn_mask_type self_attn_mask_type enc_dec_attn_mask_type",
+    "activation": "activation",
+    "activation params": "activation_params",
+    "normalization": "normalization",
+    "qk norm": "qk_norm_type",
+    "format": "qkv_format attn_input_format",
+    "attention type": "attention_type",
+    "layer type": "layer_type",
+    "backend": "attention_backend",
+    "parallel mode": "parallel_mode",
+    "group": "tp_group cp_group",
+    "ranks": "cp_global_ranks",
+    "stream": "cp_stream",
+    "communication": "cp_comm_type",
+    "scale": "softmax_scale",
+    "scale of its own": "qk_norm_eps",
+    "split": "parameters_split",
+}
+KIND_OF = {name: kind for kind, names in ARGUMENTS.items() for name in names.split()}
+META: dict[str, Any] = {"device": "meta"}
+LAYERS: dict[str, tuple[type[torch.nn.Module], dict[str, Any]]] = {
+    "Linear": (te.Linear, {"in_features": 32, "out_features": 32, **META}),
+    "LayerNorm": (te.LayerNorm, {"normalized_shape": 32, **META}),
+    "RMSNorm": (te.RMSNorm, {"normalized_shape": 32, **META}),
+    "LayerNormLinear": (te.LayerNormLinear, {"in_features": 32, "out_features": 32, **META}),
+    "LayerNormMLP": (te.LayerNormMLP, {"hidden_size": 32, "ffn_hidden_size": 32, **META}),
+    "DotProductAttention": (te.DotProductAttention, {"num_attention_heads": 2, "kv_channels": 16}),
+    "MultiheadAttention": (
+        te.MultiheadAttention,
+        {"hidden_size": 512, "num_attention_heads": 32, "fuse_qkv_params": True, **META},
+    ),
+    "TransformerLayer": (
+        te.TransformerLayer,
+        {"hidden_size": 512, "ffn_hidden_size": 32, "num_attention_heads": 32, "fuse_qkv_params": True, **META},
+    ),
+}
+CASES = [
+    (layer, name, KIND_OF[name])
+    for layer, (kind, _) in LAYERS.items()
+    for name in inspect.signature(kind).parameters
+    if name in KIND_OF
 ]
 
 
-def has(macros: dict[str, int | str], wanted: dict[str, int | str]) -> bool:
-    return all(macros.get(name, 0) == value for name, value in wanted.items())
+OF_A_NORM = ("return_layernorm_output", "layernorm_epsilon", "zero_centered_gamma", "normalization")
+OFF: list[tuple[str, dict[str, Any], str]] = [
+    # a layer, a setting of a part that is switched off, the sentence
+    ("MultiheadAttention", {"layernorm_epsilon": 1e-6}, "layernorm_epsilon=1e-06 with input_layernorm=False, where"),
+    ("MultiheadAttention", {"normalization": "RMSNorm"}, "normalization='RMSNorm' with input_layernorm=False, where"),
+    ("MultiheadAttention", {"zero_centered_gamma": True}, "zero_centered_gamma=True with input_layernorm=False, where"),
+    ("MultiheadAttention", {"qk_norm_before_rope": True}, "qk_norm_before_rope=True with qk_norm_type=None, where"),
+    ("TransformerLayer", {"qk_norm_before_rope": True}, "qk_norm_before_rope=True with qk_norm_type=None, where"),
+    (
+        "TransformerLayer", {"enc_dec_attn_mask_type": "causal"},
+        "enc_dec_attn_mask_type='causal' with layer_type='encoder', where nothing reads it; 'no_mask' is accepted, or",
+    ),
+    ("TransformerLayer", {"enc_dec_window_size": (2, 0)}, r"enc_dec_window_size=(2, 0) with layer_type='encoder', "),
+]  # fmt: skip
 
 
-def assertions(case: Case, macros: dict[str, int | str]) -> Iterator[str]:
-    struct, dtype = case.element or case.struct, case.dtype
-    capacity = int(macros["CAPACITY"]) if case.element else 1
-    yield f'static_assert(sizeof({case.struct}) == {capacity * dtype.itemsize}, "{case.struct}")'
-    for name in dtype.names or ():
-        field = case.names.get(name, name)
-        if name == "unused" and case.struct == "Epilogue::Arguments":
-            continue  # the end's alignment
-        offset = (dtype.fields or {})[name][1]
-        # How NVRTC's own offsetof is spelled.
-        yield f'static_assert(__INTADDR__(&(({struct}*)0)->{field}) == {offset}, "{struct}.{field}")'
+@pytest.mark.parametrize(("layer", "setting", "sentence"), OFF)
+def test_a_setting_of_what_is_switched_off(layer: str, setting: dict[str, Any], sentence: str) -> None:
+    make, given = LAYERS[layer]
+    with pytest.raises(ValueError, match="^" + re.escape(f"{layer}: {sentence}")):
+        make(**given, **setting)
 
 
-def failed(case: Case) -> list[str]:
-    """The errors, among them the assertions that do not hold; the last one is LAST."""
-    kernel, macros = next(one for one in configurations(case.kernel) if has(one[1], case.macros))
-    texts = compiler.program(kernel)
-    last = f'static_assert(sizeof(int) == 0, "{LAST}")'
-    texts[f"{kernel}.cu"] += "".join(f"\n{one};" for one in (*assertions(case, macros), last))
-    with pytest.raises(compiler.CompileError) as found:
-        compiler._compile(kernel, macros, texts)
-    errors = re.findall(r"error: (.*)", str(found.value))
-    return [re.sub(r'static assertion failed with "([^"]+)"', r"\1", error) for error in errors]
+def test_settings_that_say_that_something_is_off() -> None:
+    """The defaults in other words, and what Transformer Engine's programs always give, are accepted."""
+    make, given = LAYERS["TransformerLayer"]
+    make(**given, enc_dec_window_size=(-1, -1), enc_dec_attn_mask_type="no_mask", qk_norm_before_rope=False)
+    make(**given, output_layernorm=True, normalization="RMSNorm", layernorm_epsilon=1e-6, zero_centered_gamma=True)
+    make, given = LAYERS["MultiheadAttention"]
+    made: Any = make(**{**given, "fuse_qkv_params": False, "layernorm_epsilon": np.float64(1e-5), "qk_norm_eps": 1e-5})
+    assert made.qkv_weight_interleaved is False  # as in Transformer Engine
 
 
-def label(case: Case) -> str:
-    options = "-".join(name for name, value in case.macros.items() if value)
-    return f"{case.kernel}-{case.struct}-{options}"
+@pytest.mark.parametrize(("layer", "name", "kind"), CASES)
+def test_each_argument(layer: str, name: str, kind: str) -> None:
+    make, given = LAYERS[layer]
+    kind = "heads" if (layer, name) == ("DotProductAttention", "kv_channels") else kind
+    if (layer, name) in (("LayerNorm", "hidden_size"), ("RMSNorm", "hidden_size")):
+        given = META  # it is the older name of normalized_shape
+    if name == "activation_params":
+        given = {**given, "activation": "clamped_swiglu"}
+    # Settings of parts that these switch on.
+    if layer == "MultiheadAttention" and name in OF_A_NORM:
+        given = {**given, "input_layernorm": True}
+    if name == "qk_norm_before_rope":
+        given = {**given, "qk_norm_type": "RMSNorm"}
+    if name == "enc_dec_attn_mask_type":
+        given = {**given, "layer_type": "decoder"}
+    if (layer, name) == ("MultiheadAttention", "fuse_qkv_params"):
+        given = {**given, "qkv_weight_interleaved": False}
+    refused, taken = KINDS[kind]
+    if name == "normalized_shape":  # may be a tuple of one
+        refused = [value for value in refused if not isinstance(value, (tuple, list))]
+    if name == "sequence_parallel" and layer in ("LayerNorm", "RMSNorm"):  # None is its default
+        refused = [value for value in refused if value is not None]
+    if given is META:  # one of both is needed
+        refused = [value for value in refused if value is not None and not isinstance(value, (tuple, list))]
+    if name == "hidden_size" and "num_attention_heads" in given:
+        taken = [512, np.int64(1024)]
+    for value in refused:
+        random = torch.get_rng_state()
+        with pytest.raises((TypeError, ValueError, NotImplementedError)) as error:
+            make(**{**given, name: value})
+        text = str(error.value)
+        assert text.startswith(f"{layer}: "), (value, text)
+        assert f"{name}=" in text, (value, text)
+        assert text.endswith("."), (value, text)
+        assert torch.equal(random, torch.get_rng_state())
+    for value in taken:
+        if (name, value) not in (("fuse_wgrad_accumulation", True), ("output_layernorm", True)):
+            made = make(**{**given, name: value})
+            repr(made)
 
 
-@pytest.mark.sample(6)
-@pytest.mark.parametrize("case", CASES, ids=label)
-def test_a_struct_is_where_its_dtype_says(case: Case) -> None:
-    assert failed(case) == [LAST]
+def test_numpys_numbers_become_pythons() -> None:
+    """So that nothing later meets an integer that is no int."""
+    layer = te.TransformerLayer(
+        np.int64(32), np.int32(64), np.int8(2), np.uint8(1), np.float32(1e-5), np.float32(0.5), np.float16(0.5)
+    )
+    numbers = [
+        value
+        for part in layer.modules()
+        for name, value in part.__dict__.items()
+        if isinstance(value, (int, float, np.generic)) and not isinstance(value, bool)
+    ]
+    assert len(numbers) > 10
+    assert {type(number) for number in numbers} == {int, float}
 
 
-def test_a_field_that_has_moved_is_found() -> None:
-    moved = np.dtype([("s", "i8"), ("h", "i8"), ("b", "i8")])
-    assert failed(Case("rotary", "Strides", moved)) == ["Strides.h", "Strides.b", LAST]
-    longer = np.dtype([("s", "i8"), ("b", "i8"), ("h", "i8"), ("d", "i8")])
-    assert failed(Case("rotary", "Strides", longer))[0] == "Strides"
+def test_arguments_that_do_not_go_together() -> None:
+    for make, sentence in (
+        (lambda: te.LayerNorm(16, hidden_size=16), "normalized_shape=16 and hidden_size=16, its older name"),
+        (lambda: te.LayerNorm((4, 4)), r"normalized_shape=\(4, 4\); one dimension"),
+        (
+            lambda: te.LayerNorm(16, params_dtype=torch.float16, dtype=torch.bfloat16),
+            "params_dtype=torch.float16 and dtype=torch.bfloat16",
+        ),
+        (lambda: te.MultiheadAttention(60, 4), "hidden_size=60 with num_attention_heads=4; a quotient that is a mult"),
+        (lambda: te.TransformerLayer(64, 64, 4, 3), "TransformerLayer: num_gqa_groups=3 with num_attention_heads=4"),
+        (
+            lambda: te.TransformerLayer(2048, 64, 4),
+            "TransformerLayer: hidden_size=2048 with num_attention_heads=4; a quotient",
+        ),
+        (lambda: te.MultiheadAttention(64, 4, num_gqa_groups=3), "num_gqa_groups=3 with num_attention_heads=4"),
+        (lambda: te.DotProductAttention(4, 16, num_gqa_groups=8), "num_gqa_groups=8 with num_attention_heads=4"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            make()
+    assert te.LayerNorm([16], dtype=torch.float16, params_dtype=torch.float16).weight.dtype == torch.float16
+    assert te.LayerNorm(torch.Size([16])).weight.shape == (16,)
 
 
-def test_every_struct_that_a_kernel_takes_is_among_them() -> None:
-    found = set()
-    for path in compiler.KERNELS.rglob("*.cu"):
-        kernel = path.relative_to(compiler.KERNELS).with_suffix("").as_posix()
-        for name in re.findall(r"__grid_constant__ ([\w:]+)", path.read_text("utf-8")):
-            found.add((kernel, name))
-    # A tensor map is the driver's.
-    assert {one for one in found if one[1] != "CUtensorMap"} <= {(case.kernel, case.struct) for case in CASES}
+def test_torchs_default_dtype_has_to_be_one_of_ours() -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        with pytest.raises(TypeError, match=r"Linear: params_dtype=torch.float64; float32, bfloat16 and float16"):
+            te.Linear(16, 16)
+    finally:
+        torch.set_default_dtype(torch.float32)
