@@ -385,14 +385,16 @@ except AttributeError as error:
 
 
 def test_importing_is_quick_and_loads_no_more_than_it_needs(installed: Path, tmp_path: Path) -> None:
-    """Measured: 0.35 s beyond torch's own, most of it numba's. It needs no CuPy, and so no GPU."""
+    """It takes a third of torch's own time, most of that numba's. It needs no CuPy, and so no GPU."""
     code = f"""
 import sys, time
+begun = time.process_time()
 import torch
+torchs = time.process_time() - begun
 sys.modules["cupy"] = None
 begun = time.process_time()
 import optimized
-print(time.process_time() - begun)
+print((time.process_time() - begun) / torchs)
 others = ("matplotlib", "rich", "cupy_backends", "transformers", "torch._dynamo", "sympy")
 print([name for name in others if name in sys.modules])
 print(optimized.Linear(16, 16, device="cpu"))
@@ -405,8 +407,8 @@ try:
 except ImportError as error:
     print(error)
 """
-    seconds, loaded, layer, *_, drawn, twice = _python(code, ROOT, tmp_path).splitlines()
-    assert float(seconds) < 1.5
+    share, loaded, layer, *_, drawn, twice = _python(code, ROOT, tmp_path).splitlines()
+    assert float(share) < 0.75
     assert loaded == "[]"
     assert "in_features=16" in layer
     assert drawn == "False"
