@@ -385,7 +385,7 @@ except AttributeError as error:
 
 
 def test_importing_is_quick_and_loads_no_more_than_it_needs(installed: Path, tmp_path: Path) -> None:
-    """It takes a third of torch's own time, most of that numba's. It needs no CuPy, and so no GPU."""
+    """It takes about half of torch's own time, most of that numba's. It needs no CuPy, and so no GPU."""
     code = f"""
 import sys, time
 begun = time.process_time()
