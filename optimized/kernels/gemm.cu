@@ -15,10 +15,15 @@
 
 using namespace twin;
 
-using Config =
-    GemmConfig<FORMAT, OUT, TRANSPOSE_A, TRANSPOSE_B, ACCUMULATE, WARPGROUPS, BLOCK_N, NARROW, STAGES, CLUSTER>;
+struct Config {
+    using Format = FORMAT;
+    using Out = OUT;
+    static constexpr bool kTransposeA = TRANSPOSE_A, kTransposeB = TRANSPOSE_B, kAccumulate = ACCUMULATE;
+    static constexpr int kWarpgroups = WARPGROUPS, kBlockN = BLOCK_N, kNarrow = NARROW;
+    static constexpr int kStages = STAGES, kCluster = CLUSTER;
+};
 
-extern "C" __global__ void TWIN_CLUSTER __launch_bounds__(Config::kThreads, 1)
+extern "C" __global__ void TWIN_CLUSTER(CLUSTER) __launch_bounds__(128 * (Config::kWarpgroups + 1), 1)
     gemm(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map, void* out,
          const void* bias, int bias_type, int m, int n, int k, int tile_count) {
     extern __shared__ __align__(1024) unsigned char memory[];

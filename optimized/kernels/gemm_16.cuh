@@ -6,19 +6,7 @@
 
 namespace twin {
 
-// One configuration. kCluster 2: two blocks share B.
-template <class Format_, class Out_, bool kTransposeA_, bool kTransposeB_, bool kAccumulate_, int kWarpgroups_,
-          int kBlockN_, int kNarrow_, int kStages_, int kCluster_>
-struct GemmConfig {
-    using Format = Format_;
-    using Out = Out_;
-    static constexpr bool kTransposeA = kTransposeA_, kTransposeB = kTransposeB_, kAccumulate = kAccumulate_;
-    static constexpr int kWarpgroups = kWarpgroups_, kBlockN = kBlockN_, kNarrow = kNarrow_;
-    static constexpr int kStages = kStages_, kCluster = kCluster_;
-    static constexpr int kThreads = 128 * (kWarpgroups + 1);
-};
-
-// What follows from a configuration: tiles, stages, and what each role of a block does.
+// What follows from a configuration (gemm.cu): tiles, stages, and what each role of a block does.
 template <class Config>
 struct Gemm16 {
     using Format = typename Config::Format;
@@ -51,16 +39,17 @@ struct Gemm16 {
         const CUtensorMap* a_map, const CUtensorMap* b_map, unsigned shared, const Tiles& tiles, int k_blocks) {
         constexpr int kShare = kBlockN / Config::kCluster;  // rows of B that this block copies
         const int first = tiles.rank * kShare;
-        Stage<Config::kStages> stage;
+        typename Map::Ring ring(shared + Map::kBarriers);
         for (int index = tiles.first(); index < tiles.count(); index = tiles.next(index)) {
             const Tile tile = tiles[index];
-            for (int kb = 0; kb < k_blocks; kb++, stage.advance()) {
-                const unsigned full = shared + Map::kFull + 8 * stage.index;
-                const unsigned a = shared + Map::kA + stage.index * Map::kABytes;
-                const unsigned b = shared + Map::kB + stage.index * Map::kBBytes + first * kStageRowBytes;
-                mbarrier_wait(shared + Map::kEmpty + 8 * stage.index, stage.parity ^ 1);
-                if (kb == 0) tile_of_stage<Map>(shared, stage.index) = tile;
-                mbarrier_arrive_expect_tx(full, Map::kABytes + Map::kBBytes);
+            for (int kb = 0; kb < k_blocks; kb++, ring.advance()) {
+                const int stage = ring.stage.index;
+                const unsigned full = ring.full();
+                const unsigned a = shared + Map::kA + stage * Map::kABytes;
+                const unsigned b = shared + Map::kB + stage * Map::kBBytes + first * kStageRowBytes;
+                ring.wait_empty();
+                if (kb == 0) tile_of_stage<Map>(shared, stage) = tile;
+                ring.expect(Map::kABytes + Map::kBBytes);
                 load_operand<Config::kTransposeA, false>(a, a_map, full, tile.row, kb * kBlockK, kBlockM);
                 load_operand<Config::kTransposeB, (Config::kCluster > 1)>(
                     b, b_map, full, tile.column + first, kb * kBlockK, kShare);

@@ -2,8 +2,8 @@
 //
 // A, B row-major FP8 (E4M3 or E5M2 each), K and N multiples of 16, M any. out bf16, fp16 or fp32.
 // acc follows the tensor core (docs/numerics.md): steps of k = 32, in order of K, from +0;
-//   fast  (SPLIT 0): one chain over all of K                                              (gemm_mainloop.cuh)
-//   split (SPLIT 1): chains of K = 128, each added to an fp32 accumulator, rounded once   (gemm_fp8_mainloop.cuh)
+//   fast  (OneChain): one chain over all of K                                             (gemm_mainloop.cuh)
+//   split (Added): chains of K = 128, each added to an fp32 accumulator, rounded once     (gemm_fp8_mainloop.cuh)
 // What lies after the end of K arrives as zeros, and a step of zero products leaves its C unchanged. The order over K
 // does not depend on the tile, so every configuration of this file gives the same bits. ACCUMULATE: out =
 // round(fp32(out) + fp32(acc * scale)), without a bias.
@@ -13,49 +13,50 @@
 // BLOCK_N / 4 words of the previous tile; split, temporaries of at most 64 floats, which it adds while the tensor cores
 // work for the other warpgroup.
 //
-// Defines: A_FORMAT, B_FORMAT (E4M3 | E5M2), OUT (BF16 | FP16 | FP32), SPLIT (0 | 1), ACCUMULATE (0 | 1), WARPGROUPS (1
+// Defines: A_FORMAT, B_FORMAT (E4M3 | E5M2), OUT (BF16 | FP16 | FP32), PROMOTION (OneChain | Added), ACCUMULATE (0 | 1), WARPGROUPS (1
 // | 2), BLOCK_N, NARROW (of some tiles: gemm_tile.cuh), STAGES, CLUSTER (1, or 2 blocks that share B, or A with
 // ACROSS), RUN (columns of a thread: 8, or 4 where N or BLOCK_N is not a multiple of 32).
 
-// Split with few columns: two k-blocks share a stage, which halves its cost beside the wgmma.
-#define STAGE_BLOCKS (SPLIT && WARPGROUPS == 1 && BLOCK_N <= 64 ? 2 : 1)
 #include "gemm_fp8_mainloop.cuh"
 
 using namespace twin;
 
-template <bool kSplit>
-struct Choice {
-    using Mainloop = FastMainloop<Map, Issue, kNarrow>;
+struct Config : GemmDefaults {
+    using A = A_FORMAT;
+    using B = B_FORMAT;
+    using Out = OUT;
+    using Promotion = PROMOTION;
+    static constexpr bool kAccumulate = ACCUMULATE, kAcross = ACROSS;
+    static constexpr int kWarpgroups = WARPGROUPS, kBlockN = BLOCK_N, kNarrow = NARROW;
+    static constexpr int kStages = STAGES, kCluster = CLUSTER, kRun = RUN;
+    // Split with few columns: two k-blocks share a stage, which halves its cost beside the wgmma.
+    static constexpr int kStageBlocks = Promotion::kPromotes && kWarpgroups == 1 && kBlockN <= 64 ? 2 : 1;
+    static constexpr int kProducers = kWarpgroups == 1 ? 4 : 1;  // small tiles have short k-blocks: warps copy in turns
 };
-template <>
-struct Choice<true> {
-    using Mainloop = SplitMainloop;
-};
-using Loop = Choice<SPLIT>::Mainloop;
-using Epilogue = ScaleBiasStore<OUT, kRun, kAcc, !SPLIT, ACCUMULATE>;
+using Gemm = GemmFP8<Config>;
+using Loop = Config::Promotion::Mainloop<Gemm>;
+using Epilogue = ScaleBiasStore<OUT, Gemm::kRun, Gemm::kAcc, !Config::Promotion::kPromotes, Config::kAccumulate>;
 
-// Small tiles have short k-blocks: four warps copy in turns.
-constexpr int kProducers = WARPGROUPS == 1 ? 4 : 1;
-
-extern "C" __global__ void TWIN_CLUSTER __launch_bounds__(128 * (WARPGROUPS + 1), 1)
+extern "C" __global__ void TWIN_CLUSTER(CLUSTER) __launch_bounds__(128 * (Config::kWarpgroups + 1), 1)
     gemm_fp8(const __grid_constant__ OperandMaps maps, void* out, const void* bias, int bias_type,
              const float* a_scale_inv, const float* b_scale_inv, int m, int n, int k, int tile_count) {
     extern __shared__ __align__(1024) unsigned char memory[];
     const unsigned shared = shared_address(memory);
-    const Tiles tiles(m, n, tile_count);
-    const int k_blocks = (k + kBlockK - 1) / kBlockK;
+    const Gemm::Tiles tiles(m, n, tile_count);
+    const int k_blocks = (k + Gemm::kBlockK - 1) / Gemm::kBlockK;
     const auto producing = [&] {
-        produce<kProducers>(maps, shared, tiles, 0, k_blocks, m, n, [&](const Tile& tile, int kb) {
-            if constexpr (ACCUMULATE) prefetch_part<Epilogue::kFP32 ? 4 : 2>(out, tile, kb, k_blocks, m, n);
+        Gemm::produce<Config::kProducers>(maps, shared, tiles, 0, k_blocks, m, n, [&](const Tile& tile, int kb) {
+            if constexpr (Config::kAccumulate)
+                Gemm::prefetch_part<Epilogue::kFP32 ? 4 : 2>(out, tile, kb, k_blocks, m, n);
         });
     };
     const auto consuming = [&] {
         Epilogue epilogue(out, bias, bias_type, m, n);
         Loop mainloop(shared, k_blocks);
         epilogue.scale = __fmul_rn(*a_scale_inv, *b_scale_inv);
-        consume<kAcc>(mainloop, epilogue);
+        consume<Gemm::kAcc>(mainloop, epilogue);
     };
-    run_block<Map, 232, 40>(shared, maps.a, maps.b, producing, consuming, [&] {
-        if (kProducers > 1 && threadIdx.x / 32 % 4 < kProducers && elect_one()) producing();
+    run_block<Gemm::Map, 232, 40>(shared, maps.a, maps.b, producing, consuming, [&] {
+        if (Config::kProducers > 1 && threadIdx.x / 32 % 4 < Config::kProducers && elect_one()) producing();
     });
 }

@@ -5,21 +5,26 @@
 //   out = round(fp32(fp32(acc * fp32(a_scale_inv * b_scale_inv)) + bias))
 //
 // A [M, K], B [N, K] FP8 row-major, K and N multiples of 16, M any; out [M, N] bf16, fp16 or fp32. The bits are those
-// of gemm_fp8.cu with SPLIT 1: the chains are independent of each other; only their additions have an order.
+// of gemm_fp8.cu with PROMOTION Added: the chains are independent of each other; only their additions have an order.
 //   partials       computes chains on all multiprocessors and writes them to a workspace [slab][M][N] fp32: slab 0 is
 //                  acc after the first `count` k-blocks, each further slab the partial of one more k-block,
 //   add_in_order   adds the slabs and finishes the epilogue. It is launched early.
 // It pays while the workspace, written and read, is small beside L2 (optimized/ops/gemm_fp8_split_k.py).
 //
 // Defines: A_FORMAT, B_FORMAT (E4M3 | E5M2), OUT (BF16 | FP16 | FP32), STAGES.
-#define WARPGROUPS 1
-#define BLOCK_N 64
-#define CLUSTER 1
-#define RUN 4
 #include "gemm_fp8_mainloop.cuh"
 #include "ptx/grid.cuh"
 
 using namespace twin;
+
+struct Config : GemmDefaults {
+    using A = A_FORMAT;
+    using B = B_FORMAT;
+    using Out = OUT;
+    using Promotion = Added;
+    static constexpr int kWarpgroups = 1, kBlockN = 64, kNarrow = 64, kStages = STAGES, kCluster = 1, kRun = 4;
+};
+using Gemm = GemmFP8<Config>;
 
 constexpr int kWarps = 8, kBatch = 32;  // add_in_order: warps of a block; slabs that a warp loads together
 
@@ -29,31 +34,31 @@ extern "C" __global__ void __launch_bounds__(256, 2)
     let_next_grid_start();
     extern __shared__ __align__(1024) unsigned char memory[];
     const unsigned shared = shared_address(memory);
-    const Tiles tiles(m, n);
+    const Gemm::Tiles tiles(m, n);
     const int begin = blockIdx.y * count, end = min(begin + count, k_blocks);
-    const auto producing = [&] { produce(maps, shared, tiles, begin, end, m, n); };
+    const auto producing = [&] { Gemm::produce(maps, shared, tiles, begin, end, m, n); };
     const auto consuming = [&] {
         const int lane = threadIdx.x % 32;
         const Tile tile = tiles[tiles.first()];
-        SplitMainloop mainloop(shared, end - begin);
+        SplitMainloop<Gemm> mainloop(shared, end - begin);
         Destination to = destination<4>(workspace, tile.row + threadIdx.x / 32 * 16 + lane / 4,
-                                        tile.column + lane % 4 * kRun, m, n, tile.end);
+                                        tile.column + lane % 4 * Gemm::kRun, m, n, tile.end);
         const auto next_slab = [&](long long slabs) {
             for (char*& pointer : to.pointer) pointer += slabs * m * n * 4;
         };
         if (begin == 0) {
-            float acc[kAcc];
+            float acc[Gemm::kAcc];
             mainloop.sum(acc, false);
-            store_fp32<kRun>(acc, to);
+            store_fp32<Gemm::kRun>(acc, to);
         } else {
             next_slab(begin - count);
-            mainloop.alternate([&](const float(&partial)[kAcc]) {
+            mainloop.alternate([&](const float(&partial)[Gemm::kAcc]) {
                 next_slab(1);
-                store_fp32<kRun>(partial, to);
+                store_fp32<Gemm::kRun>(partial, to);
             });
         }
     };
-    run_block<Map, 0, 0>(shared, maps.a, maps.b, producing, consuming);
+    run_block<Gemm::Map, 0, 0>(shared, maps.a, maps.b, producing, consuming);
 }
 
 // A block takes 32 outputs. Each of its warps loads kBatch slabs, all in flight at once; then the sum goes from warp to
@@ -91,8 +96,8 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps)
         acc = __fadd_rn(acc, static_cast<const float*>(bias)[column]);
     else if (bias_type != kNoBias)
         acc = __fadd_rn(acc, widen_bias(static_cast<const unsigned short*>(bias)[column], bias_type));
-    if constexpr (same_type<OUT, FP32>)
+    if constexpr (same_type<Config::Out, FP32>)
         static_cast<float*>(out)[index] = acc;
     else
-        static_cast<unsigned short*>(out)[index] = same_type<OUT, BF16> ? cvt_bf16_f32(acc) : cvt_f16_f32(acc);
+        static_cast<unsigned short*>(out)[index] = same_type<Config::Out, BF16> ? cvt_bf16_f32(acc) : cvt_f16_f32(acc);
 }

@@ -34,17 +34,15 @@ struct Mainloop {
     using Map = Map_;
     unsigned shared;
     int k_blocks;
-    Stage<Map::kStages> stage{};
+    typename Map::Ring ring;
 
-    __device__ __forceinline__ Mainloop(unsigned shared_memory, int count) : shared(shared_memory), k_blocks(count) {}
-    __device__ __forceinline__ void wait_full() const {
-        mbarrier_wait(shared + Map::kFull + 8 * stage.index, stage.parity);
-    }
-    __device__ __forceinline__ unsigned empty(int index) const { return shared + Map::kEmpty + 8 * index; }
+    __device__ __forceinline__ Mainloop(unsigned shared, int k_blocks)
+        : shared(shared), k_blocks(k_blocks), ring(shared + Map::kBarriers) {}
     __device__ __forceinline__ Tile wait_for_tile() const {
-        wait_full();
-        return tile_of_stage<Map>(shared, stage.index);
+        ring.wait_full();
+        return tile_of_stage<Map>(shared, ring.stage.index);
     }
+    __device__ __forceinline__ void release(unsigned empty) const { ring.template release<Map::kCluster>(empty); }
 };
 
 // One chain over K. issue(acc, stage, first) issues the four wgmma of a k-block; a tile's first k-block starts from
@@ -58,14 +56,14 @@ struct Chain : Mainloop<Map> {
 
     template <int kAcc>
     __device__ __forceinline__ void block(float (&acc)[kAcc], bool first) {
-        this->wait_full();
+        this->ring.wait_full();
         wgmma_fence();
-        issue(acc, this->stage.index, first);
+        issue(acc, this->ring.stage.index, first);
         wgmma_commit();
         wgmma_wait<1>();
-        if (!first) release<Map::kCluster>(this->empty(previous));
-        previous = this->stage.index;
-        this->stage.advance();
+        if (!first) this->release(this->ring.empty(previous));
+        previous = this->ring.stage.index;
+        this->ring.advance();
     }
 
     // The k-blocks from kb >= 1 on; last() is called while the tensor cores compute the last of them.
@@ -75,7 +73,7 @@ struct Chain : Mainloop<Map> {
         last();
         wgmma_wait<0>();
         wgmma_hold(acc);
-        release<Map::kCluster>(this->empty(previous));
+        this->release(this->ring.empty(previous));
     }
 };
 

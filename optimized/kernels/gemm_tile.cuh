@@ -16,27 +16,22 @@
 //   tiles [kStages]   the tile that begins with this stage, if one does
 #pragma once
 
-#include "mailbox.cuh"
-#include "ptx/cluster.cuh"
+#include "ring.cuh"
 #include "ptx/fence.cuh"
 #include "ptx/setmaxnreg.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/wgmma.cuh"
 
-#ifndef RASTER_ROWS
-#define RASTER_ROWS 8
-#endif
-// Clusters of one block are not launched as clusters: that places blocks on the chip in another order.
-#if CLUSTER > 1
-#define TWIN_CLUSTER __cluster_dims__(CLUSTER, 1, 1)
-#else
-#define TWIN_CLUSTER
-#endif
+// Of a kernel in clusters of `count` blocks. Clusters of one block are not launched as clusters: that places blocks on the
+// chip in another order.
+#define TWIN_CLUSTER(count) TWIN_CLUSTER_OF(count)
+#define TWIN_CLUSTER_OF(count) TWIN_CLUSTER_##count
+#define TWIN_CLUSTER_1
+#define TWIN_CLUSTER_2 __cluster_dims__(2, 1, 1)
 
 namespace twin {
 
 constexpr int kStageRowBytes = 128;  // one swizzle atom of K: 128 FP8 values or 64 of 16 bits
-constexpr int kRasterRows = RASTER_ROWS;  // tile rows that are walked together, so that L2 keeps their A and B
 
 struct alignas(16) Tile {
     int row, column;  // of the output's first element
@@ -50,10 +45,10 @@ struct alignas(16) Tile {
 // may have one tile more than the others. If a row's tiles would hold more columns than n, some of them, spread evenly,
 // have kNarrow columns instead of kBlockN.
 //
-// Clusters walk in bands of kRasterRows tile rows, within a band column after column. From one wave of tiles to the
+// Clusters walk in bands of kRasterRows tile rows, so that L2 keeps their A and B; within a band column after column. From one wave of tiles to the
 // next a cluster moves back by half a band: if rows of tiles repeated with the waves, it might otherwise get wide tiles
 // only.
-template <int kBlockM, int kBlockN, int kCluster, int kNarrow = kBlockN, bool kAcross = false>
+template <int kBlockM, int kBlockN, int kCluster, int kNarrow = kBlockN, bool kAcross = false, int kRasterRows = 8>
 struct Schedule {
     static_assert(!kAcross || kNarrow == kBlockN, "tiles side by side have one width");
     static constexpr int kBelow = kAcross ? 1 : kCluster;  // of a cluster's tiles
@@ -119,13 +114,13 @@ struct Schedule {
 template <int kWarpgroups_, int kBlockN, int kStages_, int kCluster_, int kStageBlocks = 1>
 struct SharedMap {
     static constexpr int kWarpgroups = kWarpgroups_, kStages = kStages_, kCluster = kCluster_;
+    using Ring = twin::Ring<kStages>;
     static constexpr int kABytes = kStageBlocks * 64 * kWarpgroups * kStageRowBytes;
     static constexpr int kBBytes = kStageBlocks * kBlockN * kStageRowBytes;
     static constexpr int kA = 0;
     static constexpr int kB = kA + kStages * kABytes;
-    static constexpr int kFull = kB + kStages * kBBytes;
-    static constexpr int kEmpty = kFull + kStages * 8;
-    static constexpr int kTiles = kEmpty + kStages * 8;
+    static constexpr int kBarriers = kB + kStages * kBBytes;
+    static constexpr int kTiles = kBarriers + Ring::kBytes;
     static constexpr int kBytes = kTiles + kStages * 16;
     static_assert(kBytes <= 232448, "a block has at most 227 KB of shared memory");
 };
@@ -141,10 +136,7 @@ __device__ __forceinline__ Tile& tile_of_stage(unsigned shared, int stage) {
 template <class Map>
 __device__ __forceinline__ void init_barriers(unsigned shared) {
     if (threadIdx.x == 0) {
-        for (int s = 0; s < Map::kStages; s++) {
-            mbarrier_init(shared + Map::kFull + 8 * s, 1);
-            mbarrier_init(shared + Map::kEmpty + 8 * s, 4 * Map::kWarpgroups * Map::kCluster);
-        }
+        typename Map::Ring(shared + Map::kBarriers).init(4 * Map::kWarpgroups * Map::kCluster);
         fence_mbarrier_init();
     }
     if constexpr (Map::kCluster == 1) {
@@ -161,17 +153,6 @@ __device__ __forceinline__ void end_together() {
     if constexpr (kCluster > 1) {
         cluster_arrive();
         cluster_wait();
-    }
-}
-
-// This warp has read the stage of `empty`: tell every block that copies into it.
-template <int kCluster>
-__device__ __forceinline__ void release(unsigned empty) {
-    const unsigned lane = threadIdx.x % 32;
-    if constexpr (kCluster == 1) {
-        if (lane == 0) mbarrier_arrive(empty);
-    } else {
-        if (lane < kCluster) mbarrier_arrive_cluster(map_to_rank(empty, lane));
     }
 }
 

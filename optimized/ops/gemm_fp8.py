@@ -35,7 +35,7 @@ def config(
         "A_FORMAT": TYPES[a],
         "B_FORMAT": TYPES[b],
         "OUT": TYPES[out],
-        "SPLIT": int(accumulate == "split"),
+        "PROMOTION": "Added" if accumulate == "split" else "OneChain",
         "ACCUMULATE": int(add),
         **tile.macros("WARPGROUPS", "BLOCK_N", "STAGES", "CLUSTER", "ACROSS", "NARROW"),
         "RUN": run(n, out, tile.block_n),
