@@ -36,8 +36,12 @@ __device__ __forceinline__ uint4 transpose_codes(const unsigned (&codes)[2][2]) 
     return make_uint4(rows[0], rows[1], rows[2], rows[3]);
 }
 
-template <int kSteps_>
+template <class Gemm>
 struct BiasActivation {
+    using P = Pieces<Gemm>;
+    using Place = typename P::Place;
+    using Out = typename Gemm::Out;
+    static constexpr int kAcc = Gemm::kAcc, kRun = Gemm::kRun;
     // The kernel's parameter.
     struct Arguments {
         unsigned short* h;
@@ -52,16 +56,16 @@ struct BiasActivation {
     };
 
     struct Shared {
-        SharedBias<float> bias;
+        SharedBias<Gemm, float> bias;
     };
 
-    static constexpr int kSteps = kSteps_;
+    static constexpr int kSteps = Gemm::Config::kSteps;
     static constexpr int kConsumerRegisters = 232;
-    static constexpr int kItems = kPieces / kBHalves;  // a tile's pieces; if gated, those of x1 and x2 make one item
+    static constexpr int kItems = P::kPieces / Gemm::kBHalves;  // a tile's pieces; if gated, those of x1 and x2 make one item
     static constexpr int kUnits = 4 * kItems;
     static constexpr int every = 1;  // k-blocks from step to step: a constant, since a variable costs more
     static_assert(kUnits % kSteps == 0, "whole units after each k-block");
-    static_assert(kBHalves == kHalves, "a gated activation reads B in halves");
+    static_assert(Gemm::kBHalves == kHalves, "a gated activation reads B in halves");
     struct Loaded {};
 
     const Arguments& arguments;
@@ -84,7 +88,7 @@ struct BiasActivation {
           shared(s),
           memory(memory),
           m(m),
-          width(n / kBHalves),
+          width(n / Gemm::kBHalves),
           gemm_scale(gemm_scale),
           scale(*a.scale_slot) {}
 
@@ -92,7 +96,7 @@ struct BiasActivation {
     __device__ __forceinline__ static void init(Shared& shared) { shared.bias.init(); }
 
     // By the producer's three idle warps; one suffices.
-    __device__ __forceinline__ static void assist(const Arguments& a, Shared& shared, const Tiles& tiles, int n) {
+    __device__ __forceinline__ static void assist(const Arguments& a, Shared& shared, const typename Gemm::Tiles& tiles, int n) {
         if (threadIdx.x / 32 % 4 != 3) return;
         unsigned parity = 0;
         for (int index = tiles.first(); index < tiles.count(); index = tiles.next(index), parity ^= 1)
@@ -105,7 +109,7 @@ struct BiasActivation {
         scale_tile(acc, gemm_scale);
         if (static_cast<int>(arguments.bias_type) != kNoBias) shared.bias.add(acc, parity);
         parity ^= 1;
-        pack_tile<OUT, kRun>(words, acc);
+        pack_tile<Out, kRun>(words, acc);
         // Uniform: if a branch might divide a warp, the compiler would compute wgmma's operands lane by lane.
         row = uniform(tile.row + threadIdx.x / 32 * 16);
         column = uniform(tile.column);
@@ -120,18 +124,18 @@ struct BiasActivation {
 #pragma unroll
         for (int unit = s * (kUnits / kSteps); unit < (s + 1) * (kUnits / kSteps); unit++)
             finish_unit(unit / 4, unit / 2 % 2, unit % 2,
-                        [&](int piece, int r) { return packed_row(words, piece, r); });
+                        [&](int piece, int r) { return P::packed_row(words, piece, r); });
     }
 
     // The last tile, and the block's amax.
     __device__ __forceinline__ void finish() {
-        park(memory, words);
+        P::park(memory, words);
 #pragma unroll 1
         for (int item = 0; item < kItems; item++)
 #pragma unroll
             for (int unit = 0; unit < 4; unit++)
                 finish_unit(item, unit / 2, unit % 2,
-                            [&](int piece, int r) { return parked_row(memory, 2 * piece + r); });
+                            [&](int piece, int r) { return P::parked_row(memory, 2 * piece + r); });
         const unsigned most = __reduce_max_sync(0xFFFFFFFF, __float_as_uint(amax));
         if (threadIdx.x % 32 == 0 && arguments.amax_slot != nullptr && most != 0)
             atomicMax(reinterpret_cast<int*>(arguments.amax_slot), static_cast<int>(most));
@@ -144,13 +148,13 @@ private:
         const int lane = threadIdx.x % 32;
         int r = row + lane / 4;
         asm volatile("" : "+r"(r));  // addresses are computed anew each time: there are no registers to keep them
-        return {r, first + kRun * (lane % 4), {r < m, r + 8 < m}, kRun == 8 || first + kSecond < width};
+        return {r, first + kRun * (lane % 4), {r < m, r + 8 < m}, kRun == 8 || first + P::kSecond < width};
     }
 
     // The column that a lane has after transpose_codes, and whether it exists; the bytes of a row of q_t.
     __device__ __forceinline__ int own_column(const Place& at) const {
         const int i = threadIdx.x % 32 / 4;
-        return at.column + i / 4 * kSecond + i % 4;
+        return at.column + i / 4 * P::kSecond + i % 4;
     }
     __device__ __forceinline__ bool owns(const Place& at) const { return threadIdx.x % 32 < 16 || at.second; }
     __device__ __forceinline__ size_t rows_t() const { return (m + 15) / 16 * 16; }
@@ -160,13 +164,13 @@ private:
     __device__ __forceinline__ void finish_unit(int item, int r, int f, const Row& packed) {
         if (row >= m || column + 32 * item >= width) return;
         const Place at = place(column + 32 * item);
-        Vector<8> x[kHalves];
+        Packed x[kHalves];
 #pragma unroll
-        for (int half = 0; half < kHalves; half++) x[half] = existing(packed(item + half * kItems, r), r, at);
+        for (int half = 0; half < kHalves; half++) x[half] = P::existing(packed(item + half * kItems, r), r, at);
         float y[4];
 #pragma unroll
         for (int c = 0; c < 4; c++) {
-            y[c] = forward(widen(x[0], 4 * f + c), widen(x[kHalves - 1], 4 * f + c));
+            y[c] = forward(unpack<Out>(x[0].words, 4 * f + c), unpack<Out>(x[kHalves - 1].words, 4 * f + c));
             amax = amax_of(amax, y[c]);
         }
         const unsigned code = quantize4(y, scale);
@@ -175,9 +179,9 @@ private:
         if (f == 0 && at.rows[r]) {
 #pragma unroll
             for (int half = 0; half < kHalves; half++)
-                store_eight_columns(h + (rows * kHalves + half) * width + columns, x[half].words, at.second);
+                P::store_eight_columns(h + (rows * kHalves + half) * width + columns, x[half].words, at.second);
         }
-        if (f == 1 && at.rows[r]) store_eight_columns(q + rows * width + columns, codes[r], at.second);
+        if (f == 1 && at.rows[r]) P::store_eight_columns(q + rows * width + columns, codes[r], at.second);
         if (f == 1 && r == 1) {
             const uint4 run = transpose_codes(codes);
             if (owns(at)) *reinterpret_cast<uint4*>(q_t + columns * rows_t()) = run;

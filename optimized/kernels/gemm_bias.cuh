@@ -17,19 +17,20 @@ struct alignas(4 * sizeof(T)) Four {
 };
 
 // T: float where a bias of any type is added in fp32, unsigned short where it has the output's 16 bits.
-template <class T>
+template <class Gemm, class T>
 struct alignas(16) SharedBias {
-    T values[kBlockN];  // columns after the matrix's last repeat it: their results are not stored
+    static constexpr int kRun = Gemm::kRun, kAcc = Gemm::kAcc;
+    T values[Gemm::kBlockN];  // columns after the matrix's last repeat it: their results are not stored
     Mailbox mailbox;
 
-    __device__ __forceinline__ void init() { mailbox.init(1, 4 * WARPGROUPS); }
+    __device__ __forceinline__ void init() { mailbox.init(1, 4 * Gemm::kWarpgroups); }
 
     // By that warp. With two kBHalves, the second half of a tile's columns is n / 2 further.
     __device__ __forceinline__ void fill(const Tile& tile, const void* bias, int type, int n, unsigned parity) {
         if (type == kNoBias) return;
-        constexpr int kHeld = kBlockN / 32;
-        const int lane = threadIdx.x % 32, width = n / kBHalves;
-        const auto column = [&](int c) { return min(tile.column + c % kTileN, width - 1) + c / kTileN * width; };
+        constexpr int kHeld = Gemm::kBlockN / 32;
+        const int lane = threadIdx.x % 32, width = n / Gemm::kBHalves;
+        const auto column = [&](int c) { return min(tile.column + c % Gemm::kTileN, width - 1) + c / Gemm::kTileN * width; };
         unsigned words[kHeld];  // as in memory; all loads are in flight at once
         if (type == kBiasFP32)
 #pragma unroll

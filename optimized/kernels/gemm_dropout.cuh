@@ -5,8 +5,6 @@
 // Each part may be absent. Element row * n + column has its own bit of the mask; eight neighbours share a Philox
 // counter. The consumers finish a tile in row halves of pieces (gemm_piece.cuh), spread over the next tile's k-blocks;
 // mask, bias and residual reach them through shared memory (gemm_mask.cuh, gemm_bias.cuh, gemm_residual.cuh).
-//
-// Defines: DROP (0: nothing is dropped).
 #pragma once
 
 #include "gemm_bias.cuh"
@@ -19,13 +17,20 @@ namespace twin {
 // a + b for two columns, each sum rounded once to T. It equals the sum in fp32 rounded to T: either fp32 holds the sum
 // exactly, or the smaller addend is less than half the distance from the greater to its neighbours in T, and both ways
 // give the greater.
+template <class T>
 __device__ __forceinline__ unsigned add_two(unsigned a, unsigned b) {
-    if constexpr (same_type<OUT, BF16>) return add_bf16x2(a, b);
+    if constexpr (same_type<T, BF16>) return add_bf16x2(a, b);
     return add_f16x2(a, b);
 }
 
-template <int kSteps_>
+template <class Gemm>
 struct BiasDropoutAdd {
+    using P = Pieces<Gemm>;
+    using Place = typename P::Place;
+    using Out = typename Gemm::Out;
+    using Mask = SharedMask<Gemm>;
+    using Boxes = SharedBoxes<Gemm>;
+    static constexpr int kAcc = Gemm::kAcc, kRun = Gemm::kRun, kPieces = P::kPieces, kSecond = P::kSecond;
     // The kernel's parameter. Absent parts are null.
     struct Arguments {
         CUtensorMap residual_map;
@@ -38,13 +43,14 @@ struct BiasDropoutAdd {
     };
 
     struct Shared {
-        SharedBias<unsigned short> bias;
-        SharedMask mask;
-        unsigned char boxes[127 + sizeof(SharedBoxes)];  // from its first multiple of 128 bytes on
+        SharedBias<Gemm, unsigned short> bias;
+        Mask mask;
+        unsigned char boxes[127 + sizeof(Boxes)];  // from its first multiple of 128 bytes on
     };
 
-    static constexpr int kSteps = kSteps_;
-    static constexpr int kConsumerRegisters = kBlockN == 256 ? 224 : 208;
+    static constexpr int kSteps = Gemm::Config::kSteps;
+    static constexpr bool kDrop = Gemm::Config::kDrop;  // else nothing is dropped
+    static constexpr int kConsumerRegisters = Gemm::kBlockN == 256 ? 224 : 208;
     static constexpr int kRows = 2 * kPieces;  // row halves of pieces
     static_assert(kRows % kSteps == 0, "whole rows after each k-block");
     struct Loaded {};
@@ -58,7 +64,7 @@ struct BiasDropoutAdd {
     int row = 0, column = 0;  // of the warp's 16 rows, of the tile
     int warp;
     size_t first = 0;  // the lane's first element
-    unsigned kept[SharedMask::kWords];
+    unsigned kept[Mask::kWords];
     unsigned words[kAcc / 2];
     bool pending = false;
     unsigned parity = 1;  // of the mailboxes
@@ -82,13 +88,13 @@ struct BiasDropoutAdd {
     }
 
     // By the producer's three idle warps.
-    __device__ __forceinline__ static void assist(const Arguments& a, Shared& shared, const Tiles& tiles, int n) {
+    __device__ __forceinline__ static void assist(const Arguments& a, Shared& shared, const typename Gemm::Tiles& tiles, int n) {
         unsigned parity = 0;
         for (int index = tiles.first(); index < tiles.count(); index = tiles.next(index), parity ^= 1) {
             const Tile tile = tiles[index];
-            if (DROP) shared.mask.draw(tile, read_state(a.rng_state), static_cast<unsigned>(a.threshold), n, parity);
+            if (kDrop) shared.mask.draw(tile, read_state(a.rng_state), static_cast<unsigned>(a.threshold), n, parity);
             if (threadIdx.x / 32 % 4 == 3)
-                shared.bias.fill(tile, a.bias, a.bias == nullptr ? kNoBias : WIDE, n, parity);
+                shared.bias.fill(tile, a.bias, a.bias == nullptr ? kNoBias : kBiasOf<Out>, n, parity);
         }
     }
 
@@ -96,7 +102,7 @@ struct BiasDropoutAdd {
 
     __device__ __forceinline__ void take(float (&acc)[kAcc], Loaded&, const Tile& tile) {
         scale_tile(acc, gemm_scale);
-        pack_tile<OUT, kRun>(words, acc);
+        pack_tile<Out, kRun>(words, acc);
         row = uniform(tile.row + threadIdx.x / 32 * 16);
         column = uniform(tile.column);
         const Place at = place(0);
@@ -110,27 +116,27 @@ struct BiasDropoutAdd {
 #pragma unroll
         for (int i = s * (kRows / kSteps); i < (s + 1) * (kRows / kSteps); i++) {
             if (i == 0) wait();
-            finish_row(i, packed_row(words, i / 2, i % 2), kept[i / 4]);
+            finish_row(i, P::packed_row(words, i / 2, i % 2), kept[i / 4]);
             if (i + 1 == kRows && arguments.bias != nullptr) shared.bias.mailbox.arrive_empty();
         }
     }
 
     // The last tile.
     __device__ __forceinline__ void finish() {
-        park(memory, words);
+        P::park(memory, words);
         wait();
 #pragma unroll 1
         for (int piece = 0; piece < kPieces; piece++) {
-            const unsigned bits = DROP ? shared.mask.words[piece / 2][threadIdx.x] : 0;  // no tile follows
+            const unsigned bits = kDrop ? shared.mask.words[piece / 2][threadIdx.x] : 0;  // no tile follows
 #pragma unroll
-            for (int i = 2 * piece; i < 2 * piece + 2; i++) finish_row(i, parked_row(memory, i), bits);
+            for (int i = 2 * piece; i < 2 * piece + 2; i++) finish_row(i, P::parked_row(memory, i), bits);
         }
     }
 
 private:
-    __device__ __forceinline__ static SharedBoxes& boxes(Shared& shared) {
-        constexpr int kOffset = Map::kBytes + sizeof(Shared::bias) + sizeof(Shared::mask);
-        return *reinterpret_cast<SharedBoxes*>(shared.boxes + (128 - kOffset % 128) % 128);
+    __device__ __forceinline__ static Boxes& boxes(Shared& shared) {
+        constexpr int kOffset = Gemm::Map::kBytes + sizeof(Shared::bias) + sizeof(Shared::mask);
+        return *reinterpret_cast<Boxes*>(shared.boxes + (128 - kOffset % 128) % 128);
     }
 
     // The lane's part of the piece of row half i.
@@ -149,15 +155,15 @@ private:
     // Wait for bias and mask, and read the mask at once, so that the next tile's can be drawn.
     __device__ __forceinline__ void wait() {
         if (arguments.bias != nullptr) shared.bias.mailbox.wait_full(parity);
-        if constexpr (DROP) {
+        if constexpr (kDrop) {
             shared.mask.mailbox.wait_full(parity);
 #pragma unroll
-            for (int i = 0; i < SharedMask::kWords; i++) kept[i] = shared.mask.words[i][threadIdx.x];
+            for (int i = 0; i < Mask::kWords; i++) kept[i] = shared.mask.words[i][threadIdx.x];
             shared.mask.mailbox.arrive_empty();
         }
     }
 
-    __device__ __forceinline__ void finish_row(int i, const Vector<8>& packed, unsigned bits) {
+    __device__ __forceinline__ void finish_row(int i, const Packed& packed, unsigned bits) {
         if (arguments.residual != nullptr && i % 2 == 0) boxes(shared).wait_full(warp, i / 2, parity);
         store_row(i, packed, bits);
         if (i % 2 == 0) return;
@@ -165,32 +171,31 @@ private:
         fetch(i / 2 + kBoxes);
     }
 
-    __device__ __forceinline__ void store_row(int i, const Vector<8>& packed, unsigned bits) const {
+    __device__ __forceinline__ void store_row(int i, const Packed& packed, unsigned bits) const {
         const Place at = place(i);
         if (column + i / 2 * 32 >= n || !at.rows[i % 2]) return;
-        const Vector<8> x = existing(packed, i % 2, at);
-        Vector<8> bias;
+        const Packed x = P::existing(packed, i % 2, at);
+        Packed bias;
 #pragma unroll
         for (int f = 0; f < 2; f++)
             reinterpret_cast<Four<unsigned short>*>(bias.words)[f] =
                 shared.bias.four(i / 2 * 32 + threadIdx.x % 4 * kRun + f * kSecond);
-        const Vector<8> residual = boxes(shared).row(warp, i / 2, i % 2);
+        const Packed residual = boxes(shared).row(warp, i / 2, i % 2);
         unsigned out[4];
 #pragma unroll
         for (int j = 0; j < 4; j++) {  // two values at a time: rounding one alone takes eight times as long
             unsigned two = x.words[j];
-            if (arguments.bias != nullptr) two = add_two(two, bias.words[j]);
-            if constexpr (DROP) {
-                const Vector<2> t = {two};
-                two = pack<OUT>(__fmul_rn(widen(t, 0), arguments.keep_scale),
-                                __fmul_rn(widen(t, 1), arguments.keep_scale));
+            if (arguments.bias != nullptr) two = add_two<Out>(two, bias.words[j]);
+            if constexpr (kDrop) {
+                two = pack<Out>(__fmul_rn(unpack<Out>(&two, 0), arguments.keep_scale),
+                                __fmul_rn(unpack<Out>(&two, 1), arguments.keep_scale));
                 two &= kept_two(bits << i % 4 * 4, j);
             }
-            if (arguments.residual != nullptr) two = add_two(two, residual.words[j]);
+            if (arguments.residual != nullptr) two = add_two<Out>(two, residual.words[j]);
             out[j] = two;
         }
         const size_t element = first + i % 2 * 8 * static_cast<size_t>(n) + i / 2 * 32;
-        store_eight_columns(arguments.out + element, out, at.second);
+        P::store_eight_columns(arguments.out + element, out, at.second);
     }
 };
 

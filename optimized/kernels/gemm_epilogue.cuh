@@ -18,6 +18,10 @@ struct FP32 {};
 
 enum BiasType { kNoBias = 0, kBiasBF16 = 1, kBiasFP16 = 2, kBiasFP32 = 3 };
 
+// The type of a bias that has the 16 bits of an output.
+template <class Out>
+constexpr BiasType kBiasOf = same_type<Out, BF16> ? kBiasBF16 : kBiasFP16;
+
 // Two neighbouring columns as one word of a 16-bit output.
 template <class Out>
 __device__ __forceinline__ unsigned pack(float low, float high) {
@@ -140,7 +144,7 @@ template <class Out>
 __device__ __forceinline__ float stored(const char* row, int column) {
     if constexpr (same_type<Out, FP32>) return reinterpret_cast<const float*>(row)[column];
     return widen_bias(reinterpret_cast<const unsigned short*>(row)[column],
-                      same_type<Out, BF16> ? kBiasBF16 : kBiasFP16);
+                      kBiasOf<Out>);
 }
 
 // In place: acc -> fp32(stored + acc). There are as many loads in flight as the main loop leaves registers for.

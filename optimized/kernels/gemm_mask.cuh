@@ -64,13 +64,14 @@ __device__ __forceinline__ unsigned greater_halves(unsigned word, unsigned limit
     return lop3<0x71>(word, limits, rest);                           // (word & ~limits) | (~(word ^ limits) & ~rest)
 }
 
+template <class Gemm>
 struct SharedMask {
-    static constexpr int kWords = kPieces / 2;
+    static constexpr int kWords = Pieces<Gemm>::kPieces / 2;
     static constexpr int kDrawingWarps = 3;
-    unsigned words[kWords][128 * WARPGROUPS];  // by consumer thread
+    unsigned words[kWords][128 * Gemm::kWarpgroups];  // by consumer thread
     Mailbox mailbox;
 
-    __device__ __forceinline__ void init() { mailbox.init(kDrawingWarps, 4 * WARPGROUPS); }
+    __device__ __forceinline__ void init() { mailbox.init(kDrawingWarps, 4 * Gemm::kWarpgroups); }
 
     // By the three warps. An element is kept if its half of a word is at least `threshold`, which is not 0.
     __device__ __forceinline__ void draw(const Tile& tile, const Generator& generator, unsigned threshold, int n,
@@ -79,7 +80,7 @@ struct SharedMask {
         const int lane = threadIdx.x % 32;
         mailbox.wait_empty(parity);
 #pragma unroll 1
-        for (int i = threadIdx.x / 32 % 4 - 1; i < 4 * WARPGROUPS * kWords; i += kDrawingWarps) {
+        for (int i = threadIdx.x / 32 % 4 - 1; i < 4 * Gemm::kWarpgroups * kWords; i += kDrawingWarps) {
             const int warp = i / kWords, word = i % kWords;
             const unsigned row = tile.row + warp * 16 + lane / 4, column = tile.column + 64 * word + 8 * (lane % 4);
             const unsigned first = row * (static_cast<unsigned>(n) / 8) + column / 8;  // counter
@@ -92,7 +93,7 @@ struct SharedMask {
                 for (int j = 7; j >= 0; j--)
                     bits = bits >> 1 | (greater_halves(drawn[j / 4][j % 4], limits) & 0x80008000);
             }
-            if constexpr (kRun == 4) {  // a lane's first four columns are half of a counter's, the others of another's
+            if constexpr (Gemm::kRun == 4) {  // a lane's first four columns are half of a counter's, the others of another's
                 const unsigned one = __shfl_sync(0xFFFFFFFF, bits, lane / 4 * 4 + lane % 4 / 2);
                 const unsigned other = __shfl_sync(0xFFFFFFFF, bits, lane / 4 * 4 + 2 + lane % 4 / 2);
                 bits = ((lane % 2 ? one << 2 : one) & 0xCCCCCCCC) | ((lane % 2 ? other : other >> 2) & 0x33333333);

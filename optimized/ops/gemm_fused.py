@@ -18,7 +18,7 @@ from optimized.ops import activation as activations
 from optimized.ops import dropout, gemm_fp8
 from optimized.ops.amax import WIDE, aligned, pointer
 from optimized.ops.cast import FP8, scaling_pointers
-from optimized.ops.gemm_config import GemmConfig
+from optimized.ops.gemm_config import TYPES, GemmConfig
 from optimized.ops.gemm_operands import bias_arguments, check_devices, loadable, operand_maps, run
 from optimized.ops.gemm_tile import K_BLOCK_BYTES, TILES, Tile, multiprocessors, select_tile, stage_bytes
 from optimized.tensor_map import tensor_map_2d
@@ -94,14 +94,19 @@ def config(
         k: columns of a and b.
         drop: whether DROPOUT drops anything.
     """
-    macros = gemm_fp8.config(*formats, dtype, "fast", tile, columns).defines
-    del macros["ACCUMULATE"], macros["NARROW"]
-    macros |= {"EPILOGUE": epilogue, "WIDE": WIDE[dtype], "B_HALVES": halves(epilogue, kind)}
-    macros["STEPS"] = select_steps(epilogue, tile, k, kind)
-    if epilogue == DROPOUT:
-        macros["DROP"] = int(drop)
+    macros: dict[str, int | str] = {
+        "A_FORMAT": TYPES[formats[0]],
+        "B_FORMAT": TYPES[formats[1]],
+        "OUT": TYPES[dtype],
+        **tile.macros("WARPGROUPS", "BLOCK_N", "STAGES", "CLUSTER"),
+        "RUN": run(columns, dtype, tile.block_n),
+        "EPILOGUE": epilogue,
+        "B_HALVES": halves(epilogue, kind),
+        "STEPS": select_steps(epilogue, tile, k, kind),
+        "DROP": int(drop),
+    }
     if kind is not None and q is not None:
-        macros |= {**activations.macros(kind), "FP8": FP8[q]}
+        macros |= {"WIDE": WIDE[dtype], **activations.macros(kind), "FP8": FP8[q]}
     return GemmConfig("gemm_fp8_fused", tile, tuple(macros.items()), epilogue_bytes(epilogue, tile))
 
 
