@@ -11,8 +11,8 @@
 // b has rows b * count .. + count - 1; chain k of CHAINS adds rows k, k + CHAINS, ... in order, from +0; then the
 // chains are added in pairs.
 //
-// ROW_WARPS is defined for hidden a multiple of 8 up to 16384 (fp32: 8192), and KEPT for those that are too long for
-// registers; a form without either takes any row.
+// ROW_WARPS is defined for hidden a multiple of 8 up to 16384 (fp32: 8192); the form without it takes any row. KEPT: what
+// a thread keeps of a row in registers until its sums are there, 2 xhat and g, 1 gamma, 0 nothing.
 #include "norm_row.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/cp_async.cuh"
@@ -21,10 +21,13 @@
 
 #ifdef ROW_WARPS
 
-// What two forms share: fetching a row, its arithmetic, and the columns' sums.
+// Fetching a row, its arithmetic, and the columns' sums.
 //
 // ROW_WARPS warps hold a row, 256 * VECTORS neighbouring columns each, 8 * VECTORS to a lane; a block takes CHAINS rows
 // at a time. WHOLE 1: rows of exactly as many elements as the warps hold, a constant.
+
+// Rows on their way: [stage][tensor][vector][piece][thread].
+extern __shared__ uint4 arriving[];
 
 namespace twin {
 
@@ -169,67 +172,68 @@ __device__ __forceinline__ void store_columns(
     if (KIND == 0) store_partial(columns.bias, room, target + stride, hidden, column, chain);
 }
 
-}  // namespace twin
+struct Statistics {
+    float mean, rstd;
+};
 
-using namespace twin;
+// A thread's part of a block's work: its columns of the rows `begin`, begin + CHAINS, ... before `end`.
+struct Part {
+    const wide_t *grad, *x;
+    const void* weight;
+    const float *mean, *rstd;
+    const wide_t* residual;
+    wide_t* dx;
+    float* partial;
+    int zero_centered, parameters;
+    int hidden, chain, column, begin, end;
+    int left;  // elements from `column` to a row's end
 
-#ifndef KEPT
+    __device__ __forceinline__ void read_statistics(int row, Statistics& to) const {
+        if (row < end) {
+            if (KIND == 0) to.mean = __ldg(mean + row);
+            to.rstd = __ldg(rstd + row);
+        }
+    }
+
+    __device__ __forceinline__ void read_gamma(int i, float (&gamma)[8]) const {
+        if (inside(i, left)) affine8(true, weight, parameters, zero_centered != 0, column + i * kStripe, gamma);
+    }
+};
 
 // Bound by memory: 6 bytes an element in bf16, 8 with a residual. A thread keeps its columns' sums in registers while
-// rows stream past Rows are fetched STAGES - 1 ahead by cp.async; a thread copies what it will
-// read itself, so these copies need no barrier. It keeps xhat and g while both sums of the row are exchanged in shared
-// memory, at one barrier a row (two sets of slots in turn).
-
-constexpr int kTensors = 3;
-
-// Rows on their way: [stage][grad, x, residual][vector][piece][thread].
-extern __shared__ uint4 arriving[];
-
-extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) norm_backward(
-    const wide_t* __restrict__ grad, const wide_t* __restrict__ x, const void* __restrict__ weight,
-    const float* __restrict__ mean, const float* __restrict__ rstd, const wide_t* __restrict__ residual,
-    wide_t* __restrict__ dx, float* __restrict__ partial, int rows, int length, int count, int zero_centered,
-    int parameters) {
-    const int hidden = WHOLE ? kWidth : length;
+// rows stream past. Rows are fetched STAGES - 1 ahead by cp.async; a thread copies what it will read itself, so these
+// copies need no barrier. It keeps xhat and g while both sums of the row are exchanged in shared memory, at one barrier
+// a row (two sets of slots in turn).
+__device__ __forceinline__ void read_once(const Part& part) {
+    constexpr int kTensors = 3;  // gradient, x, residual
     __shared__ Slots slots[2][CHAINS];
-    const int chain = threadIdx.x / (32 * ROW_WARPS);
-    const int column = threadIdx.x / 32 % ROW_WARPS * kStripe * VECTORS + threadIdx.x % 32 * 8;
-    const int begin = blockIdx.x * count + chain, end = min((blockIdx.x + 1) * count, rows);
-    const int left = hidden - column;
-    const bool has_residual = residual != nullptr;
+    const bool has_residual = part.residual != nullptr;
     const auto fetch_row = [&](int row, int stage) {
-        if (row < end) {
+        if (row < part.end) {
             uint4* const mine = arriving + stage * kTensors * kTensor + threadIdx.x;
-            const size_t at = static_cast<size_t>(row) * hidden + column;
-            fetch(mine, grad + at, left);
-            fetch(mine + kTensor, x + at, left);
-            if (has_residual) fetch(mine + 2 * kTensor, residual + at, left);
+            const size_t at = static_cast<size_t>(row) * part.hidden + part.column;
+            fetch(mine, part.grad + at, part.left);
+            fetch(mine + kTensor, part.x + at, part.left);
+            if (has_residual) fetch(mine + 2 * kTensor, part.residual + at, part.left);
         }
         cp_async_commit_group();  // an empty group too, so that the count of groups is that of rows
     };
 #pragma unroll
-    for (int stage = 0; stage < STAGES - 1; stage++) fetch_row(begin + stage * CHAINS, stage);
-    float center = 0.0f, inverse = 0.0f;
-    const auto read_statistics = [&](int row) {
-        if (row < end) {
-            if (KIND == 0) center = __ldg(mean + row);
-            inverse = __ldg(rstd + row);
-        }
-    };
-    read_statistics(begin);
+    for (int stage = 0; stage < STAGES - 1; stage++) fetch_row(part.begin + stage * CHAINS, stage);
+    Statistics next_row = {};
+    part.read_statistics(part.begin, next_row);
     // Only now, since the first rows' copies would wait for it.
     float gamma[VECTORS][8];
 #pragma unroll
-    for (int i = 0; i < VECTORS; i++)
-        if (inside(i, left)) affine8(true, weight, parameters, zero_centered != 0, column + i * kStripe, gamma[i]);
+    for (int i = 0; i < VECTORS; i++) part.read_gamma(i, gamma[i]);
     Columns columns = {};
-    const float n = static_cast<float>(hidden);
+    const float n = static_cast<float>(part.hidden);
     int stage = 0;
-    for (int row = begin, parity = 0; row < end; row += CHAINS, parity ^= 1) {
+    for (int row = part.begin, parity = 0; row < part.end; row += CHAINS, parity ^= 1) {
         fetch_row(row + (STAGES - 1) * CHAINS, stage == 0 ? STAGES - 1 : stage - 1);
         cp_async_wait_group<STAGES - 1>();
-        const float row_mean = center, row_rstd = inverse;
-        read_statistics(row + CHAINS);
+        const float row_mean = next_row.mean, row_rstd = next_row.rstd;
+        part.read_statistics(row + CHAINS, next_row);
         const uint4* const mine = arriving + stage * kTensors * kTensor + threadIdx.x;
         float xhat[VECTORS][8], g[VECTORS][8];
         Sums sums;
@@ -237,26 +241,23 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) norm_backward(
         for (int i = 0; i < VECTORS; i++) {
             float row_grad[8];
             normalize(mine, i, row_mean, row_rstd, gamma[i], row_grad, xhat[i], g[i]);
-            add_vector(i, left, row_grad, xhat[i], g[i], sums, columns);
+            add_vector(i, part.left, row_grad, xhat[i], g[i], sums, columns);
         }
-        write_sums(sums, slots[parity][chain]);
+        write_sums(sums, slots[parity][part.chain]);
         // Only the threads of one row: a block's rows are independent.
-        barrier_sync<32 * ROW_WARPS>(chain + 1);
-        const float2 c = row_means(slots[parity][chain], n);
-        wide_t* const to = dx + static_cast<size_t>(row) * hidden + column;
+        barrier_sync<32 * ROW_WARPS>(part.chain + 1);
+        const float2 c = row_means(slots[parity][part.chain], n);
+        wide_t* const to = part.dx + static_cast<size_t>(row) * part.hidden + part.column;
 #pragma unroll
         for (int i = 0; i < VECTORS; i++)
-            if (inside(i, left))
+            if (inside(i, part.left))
                 store_dx(to, i, xhat[i], g[i], c, row_rstd, has_residual ? mine + 2 * kTensor : nullptr);
         stage = stage == STAGES - 1 ? 0 : stage + 1;
     }
-    store_columns(columns, arriving, partial, hidden, column, chain);
+    store_columns(columns, arriving, part.partial, part.hidden, part.column, part.chain);
 }
 
-#else
-
-// Rows too long to keep in registers. A
-// row's work has two halves: up to its sums c1 and c2, and from them on.
+// For rows too long to keep in registers. A row's work has two halves: up to its sums c1 and c2, and from them on.
 //
 // A thread reads a row from shared memory and computes xhat and g in each half. Since it keeps nothing in between, the
 // first half of the next row comes before the second half of this one: by then the sums are there, and the warps of a
@@ -264,8 +265,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) norm_backward(
 // row and a half, so there are four sets of sums.
 //
 // Gradient and x are fetched STAGES - 1 rows ahead; the residual, which only the second half needs, during the first
-// half of the next row. KEPT 1: a thread keeps gamma; KEPT 0: it reads gamma from L1 in each half.
-
+// half of the next row: there is room for one of it, after the stages.
 constexpr int kSets = 4;
 
 struct Exchange {
@@ -273,55 +273,50 @@ struct Exchange {
     unsigned long long barrier;
 };
 
-// Rows on their way: [stage][grad, x][vector][piece][thread], then one of the residual.
-extern __shared__ uint4 arriving[];
+__device__ __forceinline__ Exchange (&exchanges())[CHAINS][kSets] {
+    __shared__ Exchange all[CHAINS][kSets];
+    return all;
+}
 
-extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) norm_backward(
-    const wide_t* __restrict__ grad, const wide_t* __restrict__ x, const void* __restrict__ weight,
-    const float* __restrict__ mean, const float* __restrict__ rstd, const wide_t* __restrict__ residual,
-    wide_t* __restrict__ dx, float* __restrict__ partial, int rows, int length, int count, int zero_centered,
-    int parameters) {
-    const int hidden = WHOLE ? kWidth : length;
-    __shared__ Exchange exchange[CHAINS][kSets];
-    const int chain = threadIdx.x / (32 * ROW_WARPS);
-    const int column = threadIdx.x / 32 % ROW_WARPS * kStripe * VECTORS + threadIdx.x % 32 * 8;
+__device__ __forceinline__ void init_exchanges() {
     if (threadIdx.x < CHAINS * kSets)  // each warp arrives with two sums
-        mbarrier_init(shared_address(&exchange[threadIdx.x / kSets][threadIdx.x % kSets].barrier), 2 * ROW_WARPS);
-    const int begin = blockIdx.x * count + chain, end = min((blockIdx.x + 1) * count, rows);
-    const int left = hidden - column;
+        mbarrier_init(shared_address(&exchanges()[threadIdx.x / kSets][threadIdx.x % kSets].barrier), 2 * ROW_WARPS);
+}
+
+__device__ __forceinline__ void read_twice(const Part& part) {
+    constexpr int kTensors = 2;
+    auto& exchange = exchanges();
     const auto fetch_row = [&](int row, int stage) {
-        if (row < end) {
-            uint4* const mine = arriving + stage * 2 * kTensor + threadIdx.x;
-            const size_t at = static_cast<size_t>(row) * hidden + column;
-            fetch<true>(mine, grad + at, left);
-            fetch<true>(mine + kTensor, x + at, left);
+        if (row < part.end) {
+            uint4* const mine = arriving + stage * kTensors * kTensor + threadIdx.x;
+            const size_t at = static_cast<size_t>(row) * part.hidden + part.column;
+            fetch<true>(mine, part.grad + at, part.left);
+            fetch<true>(mine + kTensor, part.x + at, part.left);
         }
         cp_async_commit_group();  // an empty group too, so that the count of groups is that of rows
     };
-    uint4* const residual_row = residual == nullptr ? nullptr : arriving + STAGES * 2 * kTensor + threadIdx.x;
+    uint4* const residual_row =
+        part.residual == nullptr ? nullptr : arriving + STAGES * kTensors * kTensor + threadIdx.x;
     const auto fetch_residual = [&](int row) {
-        if (residual != nullptr && row < end)
-            fetch<true>(residual_row, residual + static_cast<size_t>(row) * hidden + column, left);
+        if (part.residual != nullptr && row < part.end)
+            fetch<true>(residual_row, part.residual + static_cast<size_t>(row) * part.hidden + part.column, part.left);
         cp_async_commit_group();
     };
 #pragma unroll
     for (int stage = 0; stage < STAGES - 1; stage++) {
-        if (stage > 0) fetch_residual(end);  // none: an empty group
-        fetch_row(begin + stage * CHAINS, stage);
+        if (stage > 0) fetch_residual(part.end);  // none: an empty group
+        fetch_row(part.begin + stage * CHAINS, stage);
     }
     float kept[VECTORS][8];
-    const auto read_gamma = [&](int i, float(&to)[8]) {
-        if (inside(i, left)) affine8(true, weight, parameters, zero_centered != 0, column + i * kStripe, to);
-    };
 #pragma unroll
-    for (int i = 0; i < (KEPT ? VECTORS : 0); i++) read_gamma(i, kept[i]);
+    for (int i = 0; i < (KEPT ? VECTORS : 0); i++) part.read_gamma(i, kept[i]);
     const auto normalize_row = [&](const uint4* mine, int i, float mean, float rstd, float(&grad)[8], float(&xhat)[8],
                                    float(&g)[8]) {
         if constexpr (KEPT) {
             normalize(mine, i, mean, rstd, kept[i], grad, xhat, g);
         } else {
             float gamma[8];
-            read_gamma(i, gamma);
+            part.read_gamma(i, gamma);
             normalize(mine, i, mean, rstd, gamma, grad, xhat, g);
         }
     };
@@ -331,56 +326,70 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) norm_backward(
 #pragma unroll
         for (int i = 0; i < VECTORS; i++) {
             float row_grad[8], xhat[8], g[8];
-            normalize_row(arriving + stage * 2 * kTensor + threadIdx.x, i, mean, rstd, row_grad, xhat, g);
-            add_vector(i, left, row_grad, xhat, g, sums, columns);
+            normalize_row(arriving + stage * kTensors * kTensor + threadIdx.x, i, mean, rstd, row_grad, xhat, g);
+            add_vector(i, part.left, row_grad, xhat, g, sums, columns);
         }
         if (write_sums(sums, to.slots)) mbarrier_arrive(shared_address(&to.barrier));
     };
-    const float n = static_cast<float>(hidden);
+    const float n = static_cast<float>(part.hidden);
     const auto second_half = [&](int stage, float mean, float rstd, const Exchange& from, int parity, wide_t* to) {
         mbarrier_wait(shared_address(&from.barrier), parity);
         const float2 c = row_means(from.slots, n);
 #pragma unroll
         for (int i = 0; i < VECTORS; i++) {
-            if (inside(i, left)) {
+            if (inside(i, part.left)) {
                 float row_grad[8], xhat[8], g[8];
-                normalize_row(arriving + stage * 2 * kTensor + threadIdx.x, i, mean, rstd, row_grad, xhat, g);
+                normalize_row(arriving + stage * kTensors * kTensor + threadIdx.x, i, mean, rstd, row_grad, xhat, g);
                 store_dx(to, i, xhat, g, c, rstd, residual_row);
             }
         }
     };
-    float center = 0.0f, inverse = 0.0f;
-    const auto read_statistics = [&](int row) {
-        if (row < end) {
-            if (KIND == 0) center = __ldg(mean + row);
-            inverse = __ldg(rstd + row);
-        }
-    };
-    read_statistics(begin);
-    float row_mean = center, row_rstd = inverse;
-    read_statistics(begin + CHAINS);
+    Statistics next_row = {};
+    part.read_statistics(part.begin, next_row);
+    float row_mean = next_row.mean, row_rstd = next_row.rstd;
+    part.read_statistics(part.begin + CHAINS, next_row);
     __syncthreads();  // the barriers are initialised
     cp_async_wait_group<2 * (STAGES - 2)>();
-    if (begin < end) first_half(0, row_mean, row_rstd, exchange[chain][0]);
+    if (part.begin < part.end) first_half(0, row_mean, row_rstd, exchange[part.chain][0]);
     unsigned turn = 0;
-    for (int row = begin, stage = 0; row < end; row += CHAINS, ++turn) {
+    for (int row = part.begin, stage = 0; row < part.end; row += CHAINS, ++turn) {
         const int next = stage == STAGES - 1 ? 0 : stage + 1;
         fetch_residual(row);
         fetch_row(row + (STAGES - 1) * CHAINS, stage == 0 ? STAGES - 1 : stage - 1);
-        const float next_mean = center, next_rstd = inverse;
-        read_statistics(row + 2 * CHAINS);
+        const float next_mean = next_row.mean, next_rstd = next_row.rstd;
+        part.read_statistics(row + 2 * CHAINS, next_row);
         cp_async_wait_group<2 * (STAGES - 2)>();
-        if (row + CHAINS < end) first_half(next, next_mean, next_rstd, exchange[chain][(turn + 1) % kSets]);
+        if (row + CHAINS < part.end) first_half(next, next_mean, next_rstd, exchange[part.chain][(turn + 1) % kSets]);
         cp_async_wait_group<1>();  // the residual
-        second_half(stage, row_mean, row_rstd, exchange[chain][turn % kSets], turn / kSets & 1,
-                    dx + static_cast<size_t>(row) * hidden + column);
+        second_half(stage, row_mean, row_rstd, exchange[part.chain][turn % kSets], turn / kSets & 1,
+                    part.dx + static_cast<size_t>(row) * part.hidden + part.column);
         row_mean = next_mean, row_rstd = next_rstd;
         stage = next;
     }
-    store_columns(columns, arriving, partial, hidden, column, chain);
+    store_columns(columns, arriving, part.partial, part.hidden, part.column, part.chain);
 }
 
-#endif
+}  // namespace twin
+
+using namespace twin;
+
+extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) norm_backward(
+    const wide_t* __restrict__ grad, const wide_t* __restrict__ x, const void* __restrict__ weight,
+    const float* __restrict__ mean, const float* __restrict__ rstd, const wide_t* __restrict__ residual,
+    wide_t* __restrict__ dx, float* __restrict__ partial, int rows, int length, int count, int zero_centered,
+    int parameters) {
+    const int hidden = WHOLE ? kWidth : length;
+    const int chain = threadIdx.x / (32 * ROW_WARPS);
+    const int column = threadIdx.x / 32 % ROW_WARPS * kStripe * VECTORS + threadIdx.x % 32 * 8;
+    if constexpr (KEPT < 2) init_exchanges();
+    const int begin = blockIdx.x * count + chain, end = min((blockIdx.x + 1) * count, rows);
+    const Part part = {grad,       x,      weight, mean,   rstd,  residual, dx, partial, zero_centered,
+                       parameters, hidden, chain,  column, begin, end,      hidden - column};
+    if constexpr (KEPT == 2)
+        read_once(part);
+    else
+        read_twice(part);
+}
 
 #else
 

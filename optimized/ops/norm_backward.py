@@ -51,7 +51,7 @@ def defines(x: torch.dtype, kind: str, shape: tuple[int, int], hidden: int) -> D
         return {**macros, "STAGES": 3, "BLOCKS": 2 if vectors == 2 else 1, "KEPT": int(warps < 16)}
     deep = kind == "layernorm" and shape == (12, 2) and x != torch.float32
     two = vectors == 1 or (shape == (10, 2) and macros["WHOLE"])
-    return {**macros, "STAGES": 3 if deep else 2, "BLOCKS": 2 if two else 1}
+    return {**macros, "STAGES": 3 if deep else 2, "BLOCKS": 2 if two else 1, "KEPT": 2}
 
 
 @functools.cache
