@@ -6,7 +6,10 @@
 Each tree lists its configurations and compiles them itself (`optimized.defaults`, and the benchmarks' kernels). The
 lists are compared place by place, so that files and macros may be renamed.
 
-First the PTX is compared: of equal PTX the same ptxas makes equal machine code. Left out are comments, constants that
+First the sources are compared, with their includes in place, as the words that a compiler reads: where only comments,
+blank space or the names and folders of files differ, nothing is compiled.
+
+Then the PTX is compared: of equal PTX the same ptxas makes equal machine code. Left out are comments, constants that
 nothing reads and, since ptxas does not look at them, the names of what is internal. Where PTX differs, and for the
 first and the last configuration of each file in any case (with `--whole` for all), cubins are compared: code,
 registers, constants, shared memory and arguments of each function.
@@ -29,7 +32,7 @@ import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -51,6 +54,7 @@ _ARGUMENTS = 0x0A  # the attribute that says where a function's arguments lie: a
 ATTEMPTS = 5
 _MEMORY = "cubin and constants in memory"
 _FORM = 4  # of what is kept in the cache: another number with every change of `plain_ptx` and `sections`
+_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
 _GLOBAL = re.compile(r"^\.(?:global|const) [^;=\[]*?([\w$]+)(?:\[\d*\])?(?: = [^;]*)?;$", re.MULTILINE)
 
 
@@ -67,6 +71,44 @@ def plain_ptx(text: str) -> tuple[str, bool]:
     names: dict[str, str] = {}
     text = re.sub(r"_Z\w+|\$L_\w+", lambda found: names.setdefault(found[0], f"name{len(names)}"), text)
     return re.sub(r"\s+", " ", text).strip(), _GLOBAL.search(text) is not None
+
+
+_WORD = re.compile(
+    r"""R"(?P<end>[^(\s]*)\(.*?\)(?P=end)"|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'|[A-Za-z_]\w*"""
+    r"""|\.?\d(?:[eEpP][-+]|'?[\w.])*|<<=|>>=|\.\.\.|->\*?|::|\+\+|--|<<|>>|[-+*/%&|^=!<>]=|&&|\|\||\S""",
+    re.DOTALL,
+)
+
+
+def words(texts: Mapping[str, str], code_of: Callable[[str], str]) -> str | None:
+    """The words of a program (`compiler.program`), a line for each, and one for each line of the preprocessor.
+
+    None where the places of words in their files are part of the code.
+    """
+    first, known = next(iter(texts)), {}
+
+    def text_of(name: str) -> str:
+        known[name] = len(known)
+        return code_of(_INCLUDE.sub(included, texts[name]))
+
+    def included(line: re.Match[str]) -> str:
+        name = line[1]
+        if name not in texts or name.startswith("cuda:"):
+            return line[0]
+        return f"#include {known[name]}" if name in known else f"#include\n{text_of(name)}\n#included"
+
+    lines = text_of(first).replace("\\\n", " ").splitlines()
+    if any(re.search(r"\b__(LINE|FILE|COUNTER)__\b", line) for line in lines):
+        return None
+    found: list[str] = []
+    for line in lines:
+        read = list(_WORD.finditer(line))
+        if line.lstrip().startswith("#"):  # of a macro it matters whether there is a blank before a parenthesis
+            pairs = zip(read, read[1:], strict=False)
+            found.append(read[0][0] + "".join(" " * (a.end() < b.start()) + b[0] for a, b in pairs))
+        else:
+            found += [word[0] for word in read]
+    return "\n".join(found)
 
 
 def sections(cubin: bytes, memory: bool) -> dict[str, str]:
@@ -192,7 +234,10 @@ def work() -> None:
         if request == "list":
             configurations = listed()
             hashes = {kernel: compiler.source_hash(kernel) for kernel, _ in configurations}
+            read = {kernel: words(compiler.program(kernel), compiler.code_of) for kernel in hashes}
+            digests = {k: text and hashlib.sha256(text.encode()).hexdigest() for k, text in read.items()}
             answer: Any = {"listed": configurations, "hashes": hashes, "nvrtc": compiler.nvrtc_version()}
+            answer["words"] = digests
         else:
             answer = _made(*request)
         print(json.dumps(answer), flush=True)
@@ -243,7 +288,7 @@ def compare(trees: tuple[Tree, Tree], kernels: Sequence[str], *, whole: bool, jo
 
     Returns:
         Of each kernel file of the first tree: its file in the second one, both hashes, how many configurations it has,
-        of how many PTX and cubins were equal, and which differ.
+        of how many the sources and the PTX were equal, of how many cubins were compared, and which differ.
     """
     (old,), (new,) = (tree.ask("list") for tree in trees)
     if len(old["listed"]) != len(new["listed"]):
@@ -273,13 +318,19 @@ def compare(trees: tuple[Tree, Tree], kernels: Sequence[str], *, whole: bool, jo
             left = [one for one in left if found[one][0] != found[one][1]]
         return found
 
-    ptx = made(["ptx"] * len(chosen), chosen)
-    equal_ptx = [old == new for old, new in ptx]
+    def same_words(pair: Any) -> bool:
+        (before, macros), (now, macros_now) = pair
+        read = old.get("words", {}).get(before)
+        return read is not None and read == new["words"].get(now) and macros == macros_now
+
+    unlike = [place for place, pair in enumerate(chosen) if not same_words(pair)]
+    ptx = dict(zip(unlike, made(["ptx"] * len(unlike), [chosen[place] for place in unlike]), strict=True))
+    equal_ptx = {place: before == now for place, (before, now) in ptx.items()}
     places: dict[str, list[int]] = {}
     for place, (before, _) in enumerate(chosen):
         places.setdefault(before[0], []).append(place)
     ends = {place for several in places.values() for place in (several[0], several[-1])}
-    looked = [place for place in range(len(chosen)) if whole or not equal_ptx[place] or place in ends]
+    looked = [place for place in unlike if whole or not equal_ptx[place] or place in ends]
     kinds = [max(one["kind"] for one in ptx[place]) for place in looked]  # if only one reads memory, they differ
     cubins = dict(zip(looked, made(kinds, [chosen[place] for place in looked]), strict=True))
     found: dict[str, Any] = {}
@@ -296,7 +347,8 @@ def compare(trees: tuple[Tree, Tree], kernels: Sequence[str], *, whole: bool, jo
             "now": sorted(now),
             "to": [new["hashes"][name] for name in sorted(now)],
             "configurations": len(several),
-            "equal_ptx": sum(equal_ptx[place] for place in several),
+            "equal_sources": sum(place not in ptx for place in several),
+            "equal_ptx": sum(equal_ptx.get(place, False) for place in several),
             "cubins": sum(place in cubins for place in several),
             "differing": differing,
         }
@@ -312,7 +364,7 @@ def links(found: dict[str, Any], commits: Sequence[str]) -> list[dict[str, Any]]
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     return [
         {
-            **{name: row[name] for name in ("kernel", "from", "configurations", "equal_ptx", "cubins")},
+            **{name: row[name] for name in ("kernel", "from", "configurations", "equal_sources", "equal_ptx", "cubins")},
             "now": row["now"][0],
             "to": row["to"][0],
             "date": date,
@@ -359,7 +411,8 @@ def main() -> int:
     for row in found["kernels"].values():
         name = row["kernel"] if row["now"] == [row["kernel"]] else f"{row['kernel']} -> {', '.join(row['now'])}"
         print(
-            f"{name}: {row['configurations']} configurations, PTX of {row['equal_ptx']} equal, "
+            f"{name}: {row['configurations']} configurations, sources of {row['equal_sources']} equal, "
+            f"PTX of {row['equal_ptx']}, "
             f"{row['cubins']} cubins compared, {len(row['differing'])} differ"
         )
         for one in row["differing"]:

@@ -104,3 +104,45 @@ def test_of_several_codes_that_the_compiler_makes_of_one_source_one_in_common_is
     found = same_code.compare(trees, ["cast"], whole=False, jobs=1)  # type: ignore[arg-type]
     assert found["kernels"]["cast"]["equal_ptx"] == 1
     assert len(found["kernels"]["cast"]["differing"]) == 1
+
+
+def program(**texts: str) -> str | None:
+    return same_code.words({name.replace("_", "."): text for name, text in texts.items()}, compiler.code_of)
+
+
+def test_sources_are_the_same_words_whatever_their_lines_and_files() -> None:
+    wide = '#include "b.cuh"\n// note\n#define F(x) \\\n    (x + 1)\nint a = F ( 2 ) ; /* */ const char *s = "a  b" ;'
+    tall = '#include "folder/c.cuh"\n#define F(x) (x + 1)\nint a =\n    F(2);\nconst char* s = "a  b";'
+    header = "#pragma once\nint  b;"
+    one = program(a_cu=wide, b_cuh=header)
+    assert one is not None
+    assert one == same_code.words({"x.cu": tall, "folder/c.cuh": "#pragma once\n\nint b;"}, compiler.code_of)
+    for other in (
+        wide.replace("2", "3"),
+        wide.replace("a  b", "a b"),
+        wide.replace("F(x)", "F (x)"),
+        wide.replace("= F", "+= F"),
+        wide + '\n#ifdef G\n#include "b.cuh"\n#endif',
+    ):
+        assert program(a_cu=other, b_cuh=header) != one, other
+    assert program(a_cu=wide, b_cuh=header.replace("b;", "c;")) != one
+    assert program(a_cu=wide + " + +a", b_cuh=header) != program(a_cu=wide + " ++a", b_cuh=header)
+    assert program(a_cu="int a = __LINE__;") is None
+
+
+def test_equal_sources_are_not_compiled() -> None:
+    class Alike(Told):
+        def __init__(self, source: str, code: dict[int, str]) -> None:
+            super().__init__(source, code)
+            self.about["words"] = {"cast": "5" * 64}
+
+        def _answers(self, requests: object) -> Iterator[object]:
+            for answer, request in zip(super()._answers(requests), requests, strict=True):  # type: ignore[call-overload]
+                assert request == "list"
+                yield answer
+
+    trees = Alike("1" * 64, {1: "a", 2: "b"}), Alike("2" * 64, {1: "a", 2: "b"})
+    found = same_code.compare(trees, ["cast"], whole=True, jobs=1)  # type: ignore[arg-type]
+    row = found["kernels"]["cast"]
+    assert (row["equal_sources"], row["equal_ptx"], row["cubins"], row["differing"]) == (2, 0, 0, [])
+    assert [link["to"] for link in same_code.links(found, ("before", "after"))] == ["2" * 64]
