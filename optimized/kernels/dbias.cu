@@ -37,7 +37,7 @@ constexpr int kShare = kStrip / kCluster;  // columns that a block adds up
 constexpr int kSums = (kColumns + 3) / 4;  // of 64 rows that a lane ends with
 constexpr int kAtOnce = 256;               // blocks of 64 rows whose sums are in shared memory at a time
 
-extern "C" __global__ __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 5) void dbias(
+extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 5) dbias(
     const wide_t* __restrict__ grad, wide_t* __restrict__ out, int rows, int cols) {
     __shared__ float sums[kAtOnce][kShare];
     __shared__ unsigned long long barrier;

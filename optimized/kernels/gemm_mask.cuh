@@ -93,7 +93,8 @@ struct SharedMask {
                 for (int j = 7; j >= 0; j--)
                     bits = bits >> 1 | (greater_halves(drawn[j / 4][j % 4], limits) & 0x80008000);
             }
-            if constexpr (Gemm::kRun == 4) {  // a lane's first four columns are half of a counter's, the others of another's
+            // A lane's first four columns are half of a counter's, the others of another's.
+            if constexpr (Gemm::kRun == 4) {
                 const unsigned one = __shfl_sync(0xFFFFFFFF, bits, lane / 4 * 4 + lane % 4 / 2);
                 const unsigned other = __shfl_sync(0xFFFFFFFF, bits, lane / 4 * 4 + 2 + lane % 4 / 2);
                 bits = ((lane % 2 ? one << 2 : one) & 0xCCCCCCCC) | ((lane % 2 ? other : other >> 2) & 0x33333333);

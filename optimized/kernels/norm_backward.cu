@@ -273,8 +273,10 @@ struct Exchange {
     unsigned long long barrier;
 };
 
-__device__ __forceinline__ Exchange (&exchanges())[CHAINS][kSets] {
-    __shared__ Exchange all[CHAINS][kSets];
+using Exchanges = Exchange[CHAINS][kSets];
+
+__device__ __forceinline__ Exchanges& exchanges() {
+    __shared__ Exchanges all;
     return all;
 }
 
@@ -285,7 +287,7 @@ __device__ __forceinline__ void init_exchanges() {
 
 __device__ __forceinline__ void read_twice(const Part& part) {
     constexpr int kTensors = 2;
-    auto& exchange = exchanges();
+    Exchanges& exchange = exchanges();
     const auto fetch_row = [&](int row, int stage) {
         if (row < part.end) {
             uint4* const mine = arriving + stage * kTensors * kTensor + threadIdx.x;

@@ -179,7 +179,7 @@ __device__ __forceinline__ float row_sum(const float (&stripes)[kLaneSums], Exch
 // [gamma, beta]; codes [kRuns][16 rows][kShare]; arriving rows [TILE_WARPS][RING][kShare].
 extern __shared__ __align__(128) unsigned char shared[];
 
-extern "C" __global__ __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kThreads, 1) void norm_cast_transpose(
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kThreads, 1) norm_cast_transpose(
     const wide_t* __restrict__ x, const void* __restrict__ weight, const void* __restrict__ bias,
     const float* __restrict__ scale_slot, float* amax_slot, unsigned char* __restrict__ q,
     unsigned char* __restrict__ q_t, float* __restrict__ scale_inv, float* __restrict__ mean,
