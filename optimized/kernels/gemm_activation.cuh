@@ -61,7 +61,8 @@ struct BiasActivation {
 
     static constexpr int kSteps = Gemm::Config::kSteps;
     static constexpr int kConsumerRegisters = 232;
-    static constexpr int kItems = P::kPieces / Gemm::kBHalves;  // a tile's pieces; if gated, those of x1 and x2 make one item
+    // A tile's pieces; if gated, those of x1 and x2 make one item.
+    static constexpr int kItems = P::kPieces / Gemm::kBHalves;
     static constexpr int kUnits = 4 * kItems;
     static constexpr int every = 1;  // k-blocks from step to step: a constant, since a variable costs more
     static_assert(kUnits % kSteps == 0, "whole units after each k-block");

@@ -13,10 +13,9 @@
 // BLOCK_N / 4 words of the previous tile; split, temporaries of at most 64 floats, which it adds while the tensor cores
 // work for the other warpgroup.
 //
-// Defines: A_FORMAT, B_FORMAT (E4M3 | E5M2), OUT (BF16 | FP16 | FP32), PROMOTION (OneChain | Added), ACCUMULATE (0 | 1), WARPGROUPS (1
-// | 2), BLOCK_N, NARROW (of some tiles: gemm_tile.cuh), STAGES, CLUSTER (1, or 2 blocks that share B, or A with
-// ACROSS), RUN (columns of a thread: 8, or 4 where N or BLOCK_N is not a multiple of 32).
-
+// Defines: A_FORMAT, B_FORMAT (E4M3 | E5M2), OUT (BF16 | FP16 | FP32), PROMOTION (OneChain | Added), ACCUMULATE (0 | 1),
+// WARPGROUPS (1 | 2), BLOCK_N, NARROW (of some tiles: gemm_tile.cuh), STAGES, CLUSTER (1, or 2 blocks that share B, or A
+// with ACROSS), RUN (columns of a thread: 8, or 4 where N or BLOCK_N is not a multiple of 32).
 #include "gemm_fp8_mainloop.cuh"
 
 using namespace twin;

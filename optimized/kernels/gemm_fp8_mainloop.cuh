@@ -59,8 +59,8 @@ struct GemmFP8 {
     static constexpr int kPartRowsA = kBlockM / kSharingA;
 
     // For each tile, copy k-blocks `begin` to end - 1 of A [m, ...] and B [n, ...], calling also(tile, kb) after each.
-    // kProducers warps take turns, since one alone needs some 210 cycles to issue a k-block's copies. Turns go on from tile
-    // to tile: a warp that skipped more stages than the ring has would mistake a barrier's phase.
+    // kProducers warps take turns, since one alone needs some 210 cycles to issue a k-block's copies. Turns go on from
+    // tile to tile: a warp that skipped more stages than the ring has would mistake a barrier's phase.
     template <int kProducers = 1, class Also = Nothing>
     static __device__ __forceinline__ void produce(const OperandMaps& maps, unsigned shared, const Tiles& tiles, int begin,
                                             int end, int m, int n, const Also& also = {}) {

@@ -70,9 +70,9 @@ struct Pieces {
         return row;
     }
 
-    // After a block's last tile there are no k-blocks to run beside. The tile is parked in shared memory, where the stages
-    // were, and a loop finishes it with a tenth of the instructions of the unrolled steps. Row half r of piece p is row 2 p
-    // + r.
+    // After a block's last tile there are no k-blocks to run beside. The tile is parked in shared memory, where the
+    // stages were, and a loop finishes it with a tenth of the instructions of the unrolled steps. Row half r of piece p
+    // is row 2 p + r.
     static __device__ __forceinline__ uint4* parked(unsigned char* memory, int row) {
         return reinterpret_cast<uint4*>(memory) + row * (128 * Gemm::kWarpgroups) + threadIdx.x;
     }

@@ -22,8 +22,8 @@
 #include "ptx/tma.cuh"
 #include "ptx/wgmma.cuh"
 
-// Of a kernel in clusters of `count` blocks. Clusters of one block are not launched as clusters: that places blocks on the
-// chip in another order.
+// Of a kernel in clusters of `count` blocks. Clusters of one block are not launched as clusters: that places blocks on
+// the chip in another order.
 #define TWIN_CLUSTER(count) TWIN_CLUSTER_OF(count)
 #define TWIN_CLUSTER_OF(count) TWIN_CLUSTER_##count
 #define TWIN_CLUSTER_1
@@ -45,9 +45,9 @@ struct alignas(16) Tile {
 // may have one tile more than the others. If a row's tiles would hold more columns than n, some of them, spread evenly,
 // have kNarrow columns instead of kBlockN.
 //
-// Clusters walk in bands of kRasterRows tile rows, so that L2 keeps their A and B; within a band column after column. From one wave of tiles to the
-// next a cluster moves back by half a band: if rows of tiles repeated with the waves, it might otherwise get wide tiles
-// only.
+// Clusters walk in bands of kRasterRows tile rows, so that L2 keeps their A and B; within a band column after column.
+// From one wave of tiles to the next a cluster moves back by half a band: if rows of tiles repeated with the waves, it
+// might otherwise get wide tiles only.
 template <int kBlockM, int kBlockN, int kCluster, int kNarrow = kBlockN, bool kAcross = false, int kRasterRows = 8>
 struct Schedule {
     static_assert(!kAcross || kNarrow == kBlockN, "tiles side by side have one width");

@@ -11,8 +11,8 @@
 // b has rows b * count .. + count - 1; chain k of CHAINS adds rows k, k + CHAINS, ... in order, from +0; then the
 // chains are added in pairs.
 //
-// ROW_WARPS is defined for hidden a multiple of 8 up to 16384 (fp32: 8192); the form without it takes any row. KEPT: what
-// a thread keeps of a row in registers until its sums are there, 2 xhat and g, 1 gamma, 0 nothing.
+// ROW_WARPS is defined for hidden a multiple of 8 up to 16384 (fp32: 8192); the form without it takes any row. KEPT:
+// what a thread keeps of a row in registers until its sums are there, 2 xhat and g, 1 gamma, 0 nothing.
 #include "norm_row.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/cp_async.cuh"
