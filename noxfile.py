@@ -21,6 +21,7 @@ INTEGRATIONS = (
     *("hugging_face", "conversion_blocks", "peft", "stand_in"),
     *("from_meta", "identity", "recompute_by_pytorch", "user_benches"),
 )
+CLANG_FORMAT = "clang-format==23.1.5"  # each version formats a little differently
 
 
 def _install(session: nox.Session, *wanted: str) -> None:
@@ -28,14 +29,27 @@ def _install(session: nox.Session, *wanted: str) -> None:
         session.run("python", "-m", "pip", "install", "--quiet", *wanted)
 
 
+def _kernels() -> list[str]:
+    return sorted(str(path) for path in Path("optimized").rglob("*.cu*") if not path.stem.startswith("attention"))
+
+
 @nox.session
 def lint(session: nox.Session) -> None:
-    """The linter, the type checker, and who imports whom."""
-    _install(session, "ruff", "mypy", "import-linter")
+    """The linter, the style of Python and of the kernels, the type checker, and who imports whom."""
+    _install(session, "ruff", CLANG_FORMAT, "mypy", "import-linter")
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
+    session.run("clang-format", "--dry-run", "-Werror", *_kernels())
     session.run("mypy")
     session.run("lint-imports")
+
+
+@nox.session
+def format(session: nox.Session) -> None:
+    """Python and kernels in the style that `lint` checks."""
+    _install(session, "ruff", CLANG_FORMAT)
+    session.run("ruff", "format", ".")
+    session.run("clang-format", "-i", *_kernels())
 
 
 @nox.session
