@@ -52,8 +52,8 @@ __device__ __forceinline__ Place place(int cols) {
             (tile_col * kThreads + static_cast<int>(threadIdx.x)) * kColumns};
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) forward_kernel(
-    const wide_t* __restrict__ x, wide_t* __restrict__ y, int rows, int cols) {
+extern "C" __global__ void __launch_bounds__(kThreads)
+    forward_kernel(const wide_t* __restrict__ x, wide_t* __restrict__ y, int rows, int cols) {
     const Place at = place(cols);
     if (at.col >= cols) return;
     const size_t m = cols, n = kHalves * m;
@@ -77,8 +77,9 @@ extern "C" __global__ void __launch_bounds__(kThreads) forward_kernel(
     }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) backward_kernel(
-    const wide_t* __restrict__ grad, const wide_t* __restrict__ x, wide_t* __restrict__ dx, int rows, int cols) {
+extern "C" __global__ void __launch_bounds__(kThreads)
+    backward_kernel(const wide_t* __restrict__ grad, const wide_t* __restrict__ x, wide_t* __restrict__ dx, int rows,
+                    int cols) {
     const Place at = place(cols);
     if (at.col >= cols) return;
     const size_t m = cols, n = kHalves * m, first = at.row * n + at.col;

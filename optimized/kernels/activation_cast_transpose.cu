@@ -23,7 +23,7 @@
 using namespace twin;
 
 constexpr int kOutputs = BACKWARD ? kHalves : 1;
-constexpr int kInputs = kHalves + BACKWARD;  // x, its second half where gated, grad
+constexpr int kInputs = kHalves + BACKWARD;          // x, its second half where gated, grad
 constexpr int kWarps = sizeof(wide_t) == 2 ? 4 : 2;  // side by side: 256 bytes of a row
 constexpr int kThreads = 32 * kWarps;
 constexpr int kColumns = 4;  // of a thread
@@ -49,8 +49,8 @@ __device__ __forceinline__ int swizzled(int run, int group) { return run ^ group
 __device__ __forceinline__ void fetch(unsigned char* to, const wide_t* from, size_t stride, int left) {
 #pragma unroll
     for (int r = 0; r < kBlockRows; r += kRowsAtOnce)
-        cp_async_16_or_zeros(
-            to + threadIdx.x * 16 + r * kRowBytes + r / kRunRows * kPadding, from + r * stride, r < left);
+        cp_async_16_or_zeros(to + threadIdx.x * 16 + r * kRowBytes + r / kRunRows * kPadding, from + r * stride,
+                             r < left);
 }
 
 // What a thread makes of its 16 rows of four columns: codes, a row in a word, and the amax.
@@ -62,8 +62,8 @@ struct Rows {
 // Casts rows kRow, kRow + kStep, kRow + 2 kStep, ... and sums them: every other one, and the rest, by the same rule.
 // The first `left` rows exist; the others count as +0 in a sum.
 template <int kStep = 1, int kRow = 0>
-__device__ __forceinline__ void cast_rows(
-    const unsigned char* fetched, float scale, int left, Rows& rows, float (&sum)[kOutputs][kColumns]) {
+__device__ __forceinline__ void cast_rows(const unsigned char* fetched, float scale, int left, Rows& rows,
+                                          float (&sum)[kOutputs][kColumns]) {
     if constexpr (kStep < kRunRows) {
         float other[kOutputs][kColumns];
         cast_rows<2 * kStep, kRow>(fetched, scale, left, rows, sum);
@@ -94,16 +94,16 @@ __device__ __forceinline__ void cast_rows(
             }
         }
 #pragma unroll
-        for (int o = 0; o < kOutputs; o++)
-            rows.codes[o][kRow] = quantize4(sum[o], scale);
+        for (int o = 0; o < kOutputs; o++) rows.codes[o][kRow] = quantize4(sum[o], scale);
     }
 }
 
 // `cols` is m; grad and partial are null without BACKWARD.
-extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) activation_cast_transpose(
-    const wide_t* __restrict__ grad, const wide_t* __restrict__ x, const float* __restrict__ scale_slot,
-    float* amax_slot, unsigned char* __restrict__ q, unsigned char* __restrict__ q_t, float* __restrict__ scale_inv,
-    float* __restrict__ partial, int rows, int cols) {
+extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
+    activation_cast_transpose(const wide_t* __restrict__ grad, const wide_t* __restrict__ x,
+                              const float* __restrict__ scale_slot, float* amax_slot, unsigned char* __restrict__ q,
+                              unsigned char* __restrict__ q_t, float* __restrict__ scale_inv,
+                              float* __restrict__ partial, int rows, int cols) {
     if (BACKWARD) let_next_grid_start();  // `total` of dbias.cu
     extern __shared__ __align__(16) unsigned char fetched[];
     // Rows in two dimensions: a division would keep the copies waiting.

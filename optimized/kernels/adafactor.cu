@@ -51,8 +51,8 @@ __device__ __forceinline__ double block_sum(double value, double* warps) {
     return all;
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) adafactor_rows(
-    const wide_t* __restrict__ grad, float* row_var, long long cols, float w) {
+extern "C" __global__ void __launch_bounds__(kThreads)
+    adafactor_rows(const wide_t* __restrict__ grad, float* row_var, long long cols, float w) {
     __shared__ double warps[kThreads / 32];
     const wide_t* row = grad + blockIdx.x * cols;
     double sum = 0.0;
@@ -65,8 +65,9 @@ extern "C" __global__ void __launch_bounds__(kThreads) adafactor_rows(
         row_var[blockIdx.x] = lerp(row_var[blockIdx.x], static_cast<float>(all / static_cast<double>(cols)), w);
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) adafactor_columns(
-    const wide_t* __restrict__ grad, double* __restrict__ sums, long long rows, long long cols, long long blocks) {
+extern "C" __global__ void __launch_bounds__(kThreads)
+    adafactor_columns(const wide_t* __restrict__ grad, double* __restrict__ sums, long long rows, long long cols,
+                      long long blocks) {
     const long long c = static_cast<long long>(blockIdx.y) * kThreads + threadIdx.x;
     if (c >= cols) return;
     const long long batch = blockIdx.x / blocks, block = blockIdx.x % blocks;
@@ -79,8 +80,9 @@ extern "C" __global__ void __launch_bounds__(kThreads) adafactor_columns(
     sums[blockIdx.x * cols + c] = sum;
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) adafactor_col_var(
-    const double* __restrict__ sums, float* col_var, long long rows, long long cols, long long blocks, float w) {
+extern "C" __global__ void __launch_bounds__(kThreads)
+    adafactor_col_var(const double* __restrict__ sums, float* col_var, long long rows, long long cols, long long blocks,
+                      float w) {
     const long long c = static_cast<long long>(blockIdx.y) * kThreads + threadIdx.x;
     if (c >= cols) return;
     double sum = 0.0;
@@ -89,8 +91,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) adafactor_col_var(
     *at = lerp(*at, static_cast<float>(sum / static_cast<double>(rows)), w);
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) adafactor_factor(
-    const float* __restrict__ row_var, float* factor, long long rows, float eps1) {
+extern "C" __global__ void __launch_bounds__(kThreads)
+    adafactor_factor(const float* __restrict__ row_var, float* factor, long long rows, float eps1) {
     __shared__ double warps[kThreads / 32];
     double sum = 0.0;
     for (long long r = threadIdx.x; r < rows; r += kThreads) sum += row_var[blockIdx.x * rows + r];
@@ -98,8 +100,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) adafactor_factor(
     if (threadIdx.x == 0) factor[blockIdx.x] = largest(static_cast<float>(all / static_cast<double>(rows)), eps1);
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) adafactor_variance(
-    const wide_t* __restrict__ grad, float* variance, long long count, float w) {
+extern "C" __global__ void __launch_bounds__(kThreads)
+    adafactor_variance(const wide_t* __restrict__ grad, float* variance, long long count, float w) {
     const long long i = static_cast<long long>(blockIdx.x) * kThreads + threadIdx.x;
     if (i >= count) return;
     const float g = widen(grad[i]);
@@ -143,8 +145,8 @@ __device__ __forceinline__ void update_of(float (&u)[kElements], const State& s,
     }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) adafactor_squares(
-    const __grid_constant__ State state, double* chunk_sums) {
+extern "C" __global__ void __launch_bounds__(kThreads)
+    adafactor_squares(const __grid_constant__ State state, double* chunk_sums) {
     __shared__ double warps[kThreads / 32];
     const long long start = static_cast<long long>(blockIdx.x) * kColumns * kRowsOfChunk + threadIdx.x * kElements;
     double sum[kElements] = {};
@@ -162,13 +164,14 @@ extern "C" __global__ void __launch_bounds__(kThreads) adafactor_squares(
     if (threadIdx.x == 0) chunk_sums[blockIdx.x] = all;
 }
 
-extern "C" __global__ void __launch_bounds__(kTotalThreads) adafactor_rate(
-    const double* __restrict__ of_param, const double* __restrict__ of_update, long long chunks, long long count,
-    float rho, float eps2, float d, float* rate) {
+extern "C" __global__ void __launch_bounds__(kTotalThreads)
+    adafactor_rate(const double* __restrict__ of_param, const double* __restrict__ of_update, long long chunks,
+                   long long count, float rho, float eps2, float d, float* rate) {
     __shared__ double warps[kTotalThreads / 32];
     double param = 0.0, update = 0.0;
     for (long long k = threadIdx.x; k < chunks; k += kTotalThreads) param += of_param[k], update += of_update[k];
-    const double all_param = block_sum<kTotalThreads>(param, warps), all_update = block_sum<kTotalThreads>(update, warps);
+    const double all_param = block_sum<kTotalThreads>(param, warps),
+                 all_update = block_sum<kTotalThreads>(update, warps);
     if (threadIdx.x == 0) {
         const double numbers = static_cast<double>(count);
         const float a = largest(eps2, static_cast<float>(sqrt(all_param / numbers))) * rho;
@@ -176,8 +179,8 @@ extern "C" __global__ void __launch_bounds__(kTotalThreads) adafactor_rate(
     }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) adafactor_step(
-    const __grid_constant__ State state, param_t* param, const float* rate, float decay, int maximize) {
+extern "C" __global__ void __launch_bounds__(kThreads)
+    adafactor_step(const __grid_constant__ State state, param_t* param, const float* rate, float decay, int maximize) {
     const long long first = (static_cast<long long>(blockIdx.x) * kThreads + threadIdx.x) * kElements;
     const float c = *rate;
     float u[kElements];

@@ -33,12 +33,11 @@ struct Table {
     Entry tensors[CAPACITY];
 };
 
-extern "C" __global__ void __launch_bounds__(kThreads) adam(
-    const __grid_constant__ Table table, int tensors, float lr, float beta1, float rest1, float beta2, float rest2,
-    float eps, float decay, float c1, float c2, int decoupled) {
+extern "C" __global__ void __launch_bounds__(kThreads)
+    adam(const __grid_constant__ Table table, int tensors, float lr, float beta1, float rest1, float beta2, float rest2,
+         float eps, float decay, float c1, float c2, int decoupled) {
     const Entry& t = tensor_of_block<CAPACITY>(table.tensors, tensors);
-    const long long first =
-        (static_cast<long long>(blockIdx.x - t.first_block) * kThreads + threadIdx.x) * kElements;
+    const long long first = (static_cast<long long>(blockIdx.x - t.first_block) * kThreads + threadIdx.x) * kElements;
     if (first >= t.count) return;
     const bool whole = t.aligned && first + kElements <= t.count;
     float g[kElements], p[kElements], m[kElements], v[kElements];

@@ -14,9 +14,9 @@ __device__ __forceinline__ float correction(double beta, int step) {
     return static_cast<float>(1.0 - power);
 }
 
-extern "C" __global__ void __launch_bounds__(1) adam_control(
-    int* step, const float* lr, const float* grad_scale, const float* found_inf, long long beta1, long long beta2,
-    int bias_correction, float* control) {
+extern "C" __global__ void __launch_bounds__(1)
+    adam_control(int* step, const float* lr, const float* grad_scale, const float* found_inf, long long beta1,
+                 long long beta2, int bias_correction, float* control) {
     const bool skip = found_inf != nullptr && *found_inf != 0.0f;
     const int count = *step + (skip ? 0 : 1);
     *step = count;

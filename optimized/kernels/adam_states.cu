@@ -169,8 +169,9 @@ struct Bound {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) adam_states_amax(
-    const __grid_constant__ Table table, int tensors, const __grid_constant__ Scalars scalars, unsigned* amaxes) {
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
+    adam_states_amax(const __grid_constant__ Table table, int tensors, const __grid_constant__ Scalars scalars,
+                     unsigned* amaxes) {
     __shared__ unsigned shared[3][kThreads / 32];
     const Entry& t = tensor_of_block<CAPACITY>(table.tensors, tensors);
     unsigned* slots = amaxes + 3 * t.index;
@@ -215,9 +216,9 @@ __device__ __forceinline__ void invert_scales(float (&inverse)[3], const float* 
     if constexpr (kScaled) __syncthreads();
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) adam_states(
-    const __grid_constant__ Table table, int tensors, const __grid_constant__ Scalars scalars, const float* amaxes,
-    const float* control, int unscale) {
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
+    adam_states(const __grid_constant__ Table table, int tensors, const __grid_constant__ Scalars scalars,
+                const float* amaxes, const float* control, int unscale) {
     __shared__ float inverse[3];
     if (control != nullptr && control[4] != 0.0f) return;
     const Entry& t = tensor_of_block<CAPACITY>(table.tensors, tensors);
@@ -247,8 +248,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) adam_states(
     }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) adam_states_scales(
-    const __grid_constant__ Table table, int tensors, const float* amaxes) {
+extern "C" __global__ void __launch_bounds__(kThreads)
+    adam_states_scales(const __grid_constant__ Table table, int tensors, const float* amaxes) {
     const int i = static_cast<int>(blockIdx.x) * kThreads + threadIdx.x;
     if (i >= tensors) return;
     const Entry& t = table.tensors[i];

@@ -22,7 +22,7 @@
 namespace twin {
 
 constexpr unsigned kLeast = 0x1B000000 - 1;  // of 2^-100: its word, the sign shifted out, less one unit
-constexpr float kMost = 16777216.0f;          // 2^24
+constexpr float kMost = 16777216.0f;         // 2^24
 
 struct Scalars {
     float lr, beta1, rest1, beta2, rest2, eps, decay, c1, c2;

@@ -12,8 +12,8 @@ using namespace twin;
 constexpr int kThreads = 256;
 constexpr int kUnroll = 4;
 
-extern "C" __global__ void __launch_bounds__(kThreads) amax(
-    const wide_t* __restrict__ x, float* amax_slot, long long count) {
+extern "C" __global__ void __launch_bounds__(kThreads)
+    amax(const wide_t* __restrict__ x, float* amax_slot, long long count) {
     const long long vectors = count / kLanes;
     const long long stride = static_cast<long long>(gridDim.x) * kThreads * kUnroll;
     float most = 0.0f;

@@ -35,9 +35,9 @@ __device__ __forceinline__ void store_codes(unsigned char* q, const Vector<kLane
 #endif
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) cast(
-    const wide_t* __restrict__ x, const float* __restrict__ scale_slot, float* amax_slot,
-    unsigned char* __restrict__ q, float* __restrict__ scale_inv, long long count) {
+extern "C" __global__ void __launch_bounds__(kThreads)
+    cast(const wide_t* __restrict__ x, const float* __restrict__ scale_slot, float* amax_slot,
+         unsigned char* __restrict__ q, float* __restrict__ scale_inv, long long count) {
     const float scale = *scale_slot;
     const long long vectors = count / kLanes;
     const long long first = static_cast<long long>(blockIdx.x) * kThreads * kUnroll + threadIdx.x;

@@ -62,9 +62,9 @@ __device__ __forceinline__ void add_threads(Found& mine, long long* counts, doub
     }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) cast_stats(
-    const wide_t* __restrict__ x, const unsigned char* __restrict__ q, const float* __restrict__ scale_inv,
-    long long* piece_counts, double* piece_sums, long long count) {
+extern "C" __global__ void __launch_bounds__(kThreads)
+    cast_stats(const wide_t* __restrict__ x, const unsigned char* __restrict__ q, const float* __restrict__ scale_inv,
+               long long* piece_counts, double* piece_sums, long long count) {
     const long long first = static_cast<long long>(blockIdx.x) * kPiece + threadIdx.x;
     const double factor = kCast ? static_cast<double>(*scale_inv) : 0.0;
     wide_t element[kLinks];
@@ -82,7 +82,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) cast_stats(
         const float v = widen(element[k]);
         const bool nan = isnan(v), inf = isinf(v);
         const bool finite = !nan && !inf && first + k * kThreads < count;  // what does not exist adds +0
-        most = fmaxf(most, fabsf(v));  // the other operand where one is NaN
+        most = fmaxf(most, fabsf(v));                                      // the other operand where one is NaN
         mine.counts[2] += nan;
         mine.counts[3] += inf;
         const double wide = v;
@@ -99,9 +99,9 @@ extern "C" __global__ void __launch_bounds__(kThreads) cast_stats(
                 piece_sums + kSums * static_cast<long long>(blockIdx.x));
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) total(
-    const long long* __restrict__ piece_counts, const double* __restrict__ piece_sums, long long* counts, double* sums,
-    long long pieces) {
+extern "C" __global__ void __launch_bounds__(kThreads)
+    total(const long long* __restrict__ piece_counts, const double* __restrict__ piece_sums, long long* counts,
+          double* sums, long long pieces) {
     Found mine = {};
     for (long long piece = threadIdx.x; piece < pieces; piece += kThreads) {
         Found one;

@@ -13,10 +13,10 @@
 
 using namespace twin;
 
-extern "C" __global__ void __launch_bounds__(kThreads, 4) cast_transpose(
-    const wide_t* __restrict__ x, const float* __restrict__ scale_slot, float* amax_slot,
-    unsigned char* __restrict__ q, unsigned char* __restrict__ q_t, float* __restrict__ scale_inv,
-    float* __restrict__ partial, int rows, int cols) {
+extern "C" __global__ void __launch_bounds__(kThreads, 4)
+    cast_transpose(const wide_t* __restrict__ x, const float* __restrict__ scale_slot, float* amax_slot,
+                   unsigned char* __restrict__ q, unsigned char* __restrict__ q_t, float* __restrict__ scale_inv,
+                   float* __restrict__ partial, int rows, int cols) {
     if (DBIAS) let_next_grid_start();  // `total`
     cast_matrix<DBIAS>(Matrix{x}, scale_slot, amax_slot, q, q_t, scale_inv, partial, rows, cols);
 }

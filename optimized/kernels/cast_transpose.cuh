@@ -46,9 +46,8 @@ struct Matrix {
 // A thread's 16 rows, of which `left` exist (kWhole: all), and kCount columns of its group from `first` on: stores q,
 // and puts the rest into the tile.
 template <bool kWhole, int kCount, bool kSums, class Stride>
-__device__ __forceinline__ void cast_run(
-    const Rows<Stride>& in, unsigned char* q, size_t cols, Tile<kSums>& tile, int run, int group, int first, int left,
-    float scale, float& amax) {
+__device__ __forceinline__ void cast_run(const Rows<Stride>& in, unsigned char* q, size_t cols, Tile<kSums>& tile,
+                                         int run, int group, int first, int left, float scale, float& amax) {
     constexpr int kWords = kCount / 4;  // of codes a row
     Vector<kCount> v[kRunRows];
 #pragma unroll
@@ -106,8 +105,8 @@ __device__ __forceinline__ void cast_run(
 
 // From the tile to memory: eight threads write 128 bytes of a row of q_t; then the sums of 64 rows.
 template <bool kSums>
-__device__ __forceinline__ void store_tile(
-    const Tile<kSums>& tile, unsigned char* q_t, float* partial, int rows, int cols, int first_row, int first_col) {
+__device__ __forceinline__ void store_tile(const Tile<kSums>& tile, unsigned char* q_t, float* partial, int rows,
+                                           int cols, int first_row, int first_col) {
     static_assert(kThreads == kGroups * kRuns, "a thread takes all columns of a group");
     const size_t width = static_cast<unsigned>(cols), stride = q_t_stride(rows);
     const int group = threadIdx.x / kRuns, run = threadIdx.x % kRuns;
@@ -137,9 +136,8 @@ __device__ __forceinline__ void store_tile(
 
 // A tile of a source [rows, cols], for one block of threads.
 template <bool kSums, class Source>
-__device__ __forceinline__ void cast_tile(
-    const Source& source, unsigned char* q, unsigned char* q_t, float* partial, int rows, int cols, int tile_row,
-    int tile_col, float scale, float& amax) {
+__device__ __forceinline__ void cast_tile(const Source& source, unsigned char* q, unsigned char* q_t, float* partial,
+                                          int rows, int cols, int tile_row, int tile_col, float scale, float& amax) {
     __shared__ Tile<kSums> tile;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int run = warp / 2 * 4 + lane / 8, group = warp % 2 * 8 + lane % 8;
@@ -162,9 +160,9 @@ __device__ __forceinline__ void cast_tile(
 
 // A whole source, a tile to each block of threads of a grid of (tile columns, tile rows in y and z).
 template <bool kSums, class Source>
-__device__ __forceinline__ void cast_matrix(
-    const Source& source, const float* scale_slot, float* amax_slot, unsigned char* q, unsigned char* q_t,
-    float* scale_inv, float* partial, int rows, int cols) {
+__device__ __forceinline__ void cast_matrix(const Source& source, const float* scale_slot, float* amax_slot,
+                                            unsigned char* q, unsigned char* q_t, float* scale_inv, float* partial,
+                                            int rows, int cols) {
     const float scale = *scale_slot;
     float amax = 0.0f;
     // Rows in two dimensions: a division would keep the loads waiting.

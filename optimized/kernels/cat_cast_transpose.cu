@@ -25,10 +25,10 @@ struct Parts {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(kThreads, 4) cat_cast_transpose(
-    const __grid_constant__ Parts parts, const float* __restrict__ scale_slot, float* amax_slot,
-    unsigned char* __restrict__ q, unsigned char* __restrict__ q_t, float* __restrict__ scale_inv,
-    float* __restrict__ partial, int rows, int cols) {
+extern "C" __global__ void __launch_bounds__(kThreads, 4)
+    cat_cast_transpose(const __grid_constant__ Parts parts, const float* __restrict__ scale_slot, float* amax_slot,
+                       unsigned char* __restrict__ q, unsigned char* __restrict__ q_t, float* __restrict__ scale_inv,
+                       float* __restrict__ partial, int rows, int cols) {
     let_next_grid_start();  // `total`
     cast_matrix<true>(parts, scale_slot, amax_slot, q, q_t, scale_inv, partial, rows, cols);
 }

@@ -18,13 +18,12 @@ struct Table {
     Entry tensors[CAPACITY];
 };
 
-extern "C" __global__ void __launch_bounds__(kThreads) clip_grads(
-    const __grid_constant__ Table table, int tensors, const float* norm, float max_norm) {
+extern "C" __global__ void __launch_bounds__(kThreads)
+    clip_grads(const __grid_constant__ Table table, int tensors, const float* norm, float max_norm) {
     const float c = (1.0f / (*norm + 1e-6f)) * max_norm;
     if (c >= 1.0f) return;
     const Entry& t = tensor_of_block<CAPACITY>(table.tensors, tensors);
-    const long long first =
-        (static_cast<long long>(blockIdx.x - t.first_block) * kThreads + threadIdx.x) * kElements;
+    const long long first = (static_cast<long long>(blockIdx.x - t.first_block) * kThreads + threadIdx.x) * kElements;
     if (first >= t.count) return;
     const bool whole = t.aligned && first + kElements <= t.count;
     float x[kElements];

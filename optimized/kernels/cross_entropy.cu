@@ -148,9 +148,9 @@ __device__ __forceinline__ float add_lanes(float sum, float* sums) {
 }
 
 // loss, maximum, inverse (of S): [rows].
-extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) cross_entropy(
-    const wide_t* logits, const long long* target, float* loss, float* maximum, float* inverse, int cols,
-    long long ignored, float smoothing) {
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
+    cross_entropy(const wide_t* logits, const long long* target, float* loss, float* maximum, float* inverse, int cols,
+                  long long ignored, float smoothing) {
     __shared__ float tops[kWarps], sums[kWarps], plains[kWarps];
     const long long row = blockIdx.x, t = target[row];
     if (t == ignored) {
@@ -215,9 +215,10 @@ __device__ __forceinline__ void gradient_group(const Row& r, const Eight& v, int
 #endif
 
 // grad is [rows] with grad_step 1, or [] with 0; divisor is [] or null.
-extern "C" __global__ void __launch_bounds__(kThreads, WIDE == 0 ? 5 : 6) cross_entropy_backward(
-    const float* grad, const float* divisor, const wide_t* logits, const long long* target, const float* maximum,
-    const float* inverse, wide_t* gradient, int cols, int grad_step, long long ignored, float smoothing) {
+extern "C" __global__ void __launch_bounds__(kThreads, WIDE == 0 ? 5 : 6)
+    cross_entropy_backward(const float* grad, const float* divisor, const wide_t* logits, const long long* target,
+                           const float* maximum, const float* inverse, wide_t* gradient, int cols, int grad_step,
+                           long long ignored, float smoothing) {
     const long long row = blockIdx.x, t = target[row];
     const wide_t* const x = logits + row * cols;
     wide_t* const dx = gradient + row * cols;
@@ -230,9 +231,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, WIDE == 0 ? 5 : 6) cross_
         r.hit = (1.0f - smoothing) + r.share;
     }
     r.target = t >= 0 && t < cols ? static_cast<int>(t) : cols;
-    const auto one = [&](int at) {
-        dx[at] = narrow(counted ? r.gradient(widen(x[at]), at == r.target) : 0.0f);
-    };
+    const auto one = [&](int at) { dx[at] = narrow(counted ? r.gradient(widen(x[at]), at == r.target) : 0.0f); };
 #if VECTOR
     // From the first element at a multiple of 16 bytes, groups of eight.
     const int start = (16 - static_cast<int>(reinterpret_cast<unsigned long long>(x) & 15)) % 16 / sizeof(wide_t);
@@ -262,9 +261,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, WIDE == 0 ? 5 : 6) cross_
 }
 
 // The sum of losses over the divisor; counted: the divisor is the number of targets, `least` at least, instead of 1.
-extern "C" __global__ void __launch_bounds__(kMeanThreads) cross_entropy_mean(
-    const float* loss, const long long* target, float* mean, float* divisor, long long rows, long long ignored,
-    int counted, int least) {
+extern "C" __global__ void __launch_bounds__(kMeanThreads)
+    cross_entropy_mean(const float* loss, const long long* target, float* mean, float* divisor, long long rows,
+                       long long ignored, int counted, int least) {
     __shared__ float sums[32];
     __shared__ int counts[32];
     float sum = 0.0f;

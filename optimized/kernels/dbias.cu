@@ -37,8 +37,8 @@ constexpr int kShare = kStrip / kCluster;  // columns that a block adds up
 constexpr int kSums = (kColumns + 3) / 4;  // of 64 rows that a lane ends with
 constexpr int kAtOnce = 256;               // blocks of 64 rows whose sums are in shared memory at a time
 
-extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 5) dbias(
-    const wide_t* __restrict__ grad, wide_t* __restrict__ out, int rows, int cols) {
+extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 5)
+    dbias(const wide_t* __restrict__ grad, wide_t* __restrict__ out, int rows, int cols) {
     __shared__ float sums[kAtOnce][kShare];
     __shared__ unsigned long long barrier;
     const unsigned arrived = shared_address(&barrier);
@@ -115,14 +115,14 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
 
 constexpr int kTotalCols = 32;
 constexpr int kTotalThreads = 256;
-constexpr int kChunk = 128;  // blocks staged at a time: 8192 rows
-constexpr int kAhead = 32;   // sums on their way from shared memory to a register
+constexpr int kChunk = 128;              // blocks staged at a time: 8192 rows
+constexpr int kAhead = 32;               // sums on their way from shared memory to a register
 constexpr int kPieces = kTotalCols / 4;  // of 16 bytes
 
 // A column's additions form a chain, but its loads need not wait for each other: all threads fetch a chunk of sums into
 // shared memory, and one warp adds them. cols is a multiple of 4. Launched early.
-extern "C" __global__ void __launch_bounds__(kTotalThreads) total(
-    const float* __restrict__ partial, wide_t* __restrict__ dbias, int blocks, int cols) {
+extern "C" __global__ void __launch_bounds__(kTotalThreads)
+    total(const float* __restrict__ partial, wide_t* __restrict__ dbias, int blocks, int cols) {
     __shared__ __align__(16) float chunk[kChunk][kTotalCols];
     const int first_col = blockIdx.x * kTotalCols, piece = threadIdx.x % kPieces * 4;
     const unsigned long long policy = evict_first();
@@ -134,8 +134,8 @@ extern "C" __global__ void __launch_bounds__(kTotalThreads) total(
         for (int i = 0; i < kChunk / (kTotalThreads / kPieces); i++) {
             const int b = i * (kTotalThreads / kPieces) + threadIdx.x / kPieces;
             if (b < here && first_col + piece < cols)
-                cp_async_16(
-                    &chunk[b][piece], partial + static_cast<size_t>(first + b) * cols + first_col + piece, policy);
+                cp_async_16(&chunk[b][piece], partial + static_cast<size_t>(first + b) * cols + first_col + piece,
+                            policy);
         }
         cp_async_commit_group();
         cp_async_wait_group<0>();

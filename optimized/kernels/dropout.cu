@@ -38,7 +38,8 @@ __device__ __forceinline__ void store(wide_t* out, const Values& eight, long lon
 // `aligned`: every pointer is at a multiple of 16 bytes. The bias is loaded whole if hidden % 8 == 0 as well.
 extern "C" __global__ void __launch_bounds__(256)
     bias_dropout_add(const wide_t* x, const wide_t* bias, const wide_t* residual, wide_t* out, long long count,
-                     int hidden, unsigned threshold, float scale, const unsigned long long* rng_state, int aligned, int backward) {
+                     int hidden, unsigned threshold, float scale, const unsigned long long* rng_state, int aligned,
+                     int backward) {
     const long long at = (static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x) * kElements;
     if (at >= count) return;
     const bool whole = aligned && at + kElements <= count;

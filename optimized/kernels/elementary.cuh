@@ -24,10 +24,10 @@ namespace twin {
 
 constexpr float kLn2 = 0.693147182464599609375f;
 constexpr float kLn2Low = -1.90465429995776788e-9f;  // ln 2 - kLn2
-constexpr float kGrid11 = 6144.0f;                    // 1.5 2^12: adding it rounds to a multiple of 2^-11
-constexpr float kGrid15 = 384.0f;                     // 1.5 2^8: to a multiple of 2^-15
-constexpr float kQGelu = 1.702f;                      // qgelu is x sigmoid(kQGelu x)
-constexpr float kQGeluLog2e = 2.4554669595930155f;  // the same times log2(e)
+constexpr float kGrid11 = 6144.0f;                   // 1.5 2^12: adding it rounds to a multiple of 2^-11
+constexpr float kGrid15 = 384.0f;                    // 1.5 2^8: to a multiple of 2^-15
+constexpr float kQGelu = 1.702f;                     // qgelu is x sigmoid(kQGelu x)
+constexpr float kQGeluLog2e = 2.4554669595930155f;   // the same times log2(e)
 
 // e^x for x <= 0, NaN where x is; 0 where e^x < 2^-126. At most 2.7 ulp above that (docs/elementary.md).
 __device__ __forceinline__ float exp(float x) {
@@ -36,8 +36,8 @@ __device__ __forceinline__ float exp(float x) {
     const float n = t - kGrid11;  // x / ln 2 to a multiple of 2^-11
     const float power = ex2_approx(n);
     float f = __fmaf_rn(n, -kLn2, x);
-    f = __fmaf_rn(n, -kLn2Low, f);           // x - n ln 2, |f| <= 1.7e-4
-    return __fmaf_rn(power, f, power);       // 2^n (1 + f): f^2 / 2 <= 1.5e-8 is left out
+    f = __fmaf_rn(n, -kLn2Low, f);      // x - n ln 2, |f| <= 1.7e-4
+    return __fmaf_rn(power, f, power);  // 2^n (1 + f): f^2 / 2 <= 1.5e-8 is left out
 }
 
 // 2^y to a relative 1.06e-5, any y: 0 below 2^-126, inf from 2^128, NaN where y is.

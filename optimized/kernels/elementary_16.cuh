@@ -10,7 +10,7 @@ constexpr float kLog2e = 1.44269502162933349609375f;
 // tanh-GELU is x sigmoid(z), z = 2 sqrt(2/pi) (x + 0.044715 x^3) = x (kGelu1 + kGelu3 x^2).
 constexpr float kGelu1 = 1.5957691216057308f;
 constexpr float kGeluSlope = 0.21406444881780075f;  // z' = kGelu1 + kGeluSlope x^2
-constexpr float kGelu1Log2e = 2.302208198144325f;  // kGelu1 log2(e)
+constexpr float kGelu1Log2e = 2.302208198144325f;   // kGelu1 log2(e)
 constexpr float kGelu3Log2e = 0.1029432395800235f;  // kGelu3 log2(e)
 
 // A function's value and its derivative, at one x. The clamp of x^2 in gelu's changes no bit of the value: where x^2 is

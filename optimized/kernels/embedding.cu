@@ -64,8 +64,8 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps)
 }
 
 // Adds to `sum` the terms of `order` from `from` to `to`, in order; `empty`: the first of them is the sum so far.
-__device__ __forceinline__ void add_terms(float (&sum)[kElements], bool empty, const wide_t* grad, const long long* order,
-                                          long long from, long long to, int width, int at) {
+__device__ __forceinline__ void add_terms(float (&sum)[kElements], bool empty, const wide_t* grad,
+                                          const long long* order, long long from, long long to, int width, int at) {
     for (; from < to; from += kAhead) {
         Eight v[kAhead];
 #pragma unroll
@@ -82,8 +82,9 @@ __device__ __forceinline__ void add_terms(float (&sum)[kElements], bool empty, c
 }
 
 // One block row of the grid for each slot, that is for each 64 positions of the sorted ids; sums [slots, width] fp32.
-extern "C" __global__ void __launch_bounds__(32 * kSpan / kPart) embedding_chunks(
-    const wide_t* grad, const long long* order, const int* sorted, const int* starts, float* sums, int rows, int width) {
+extern "C" __global__ void __launch_bounds__(32 * kSpan / kPart)
+    embedding_chunks(const wide_t* grad, const long long* order, const int* sorted, const int* starts, float* sums,
+                     int rows, int width) {
     const long long last = (blockIdx.x + 1ll) * kChunk - 1;  // every whole chunk of this slot contains this position
     const int id = sorted[last];
     if (id < 0 || id >= rows) return;
@@ -98,9 +99,9 @@ extern "C" __global__ void __launch_bounds__(32 * kSpan / kPart) embedding_chunk
         if (VECTOR || at + j < width) to[j] = sum[j];
 }
 
-extern "C" __global__ void __launch_bounds__(32 * kWarps, 3) embedding_backward(
-    const wide_t* grad, const long long* order, const int* starts, const float* sums, wide_t* out, int rows, int width,
-    int padding) {
+extern "C" __global__ void __launch_bounds__(32 * kWarps, 3)
+    embedding_backward(const wide_t* grad, const long long* order, const int* starts, const float* sums, wide_t* out,
+                       int rows, int width, int padding) {
     const int row = blockIdx.x * kWarps + threadIdx.x / 32;
     if (row >= rows) return;
     const long long from = starts[row], to = row == padding ? from : starts[row + 1];

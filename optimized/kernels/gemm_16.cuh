@@ -24,8 +24,8 @@ struct Gemm16 {
     // One operand's part of a stage: `rows` rows of M or N from `row`, 64 values of K from `k`. kShared: for all blocks
     // of the cluster.
     template <bool kTransposed, bool kShared>
-    static __device__ __forceinline__ void load_operand(
-        unsigned destination, const CUtensorMap* map, unsigned full, int row, int k, int rows) {
+    static __device__ __forceinline__ void load_operand(unsigned destination, const CUtensorMap* map, unsigned full,
+                                                        int row, int k, int rows) {
         for (int c = 0; c < (kTransposed ? rows / 64 : 1); c++) {
             const int x = kTransposed ? row + 64 * c : k, y = kTransposed ? k : row;
             if constexpr (kShared)
@@ -35,8 +35,8 @@ struct Gemm16 {
         }
     }
 
-    static __device__ __forceinline__ void produce(
-        const CUtensorMap* a_map, const CUtensorMap* b_map, unsigned shared, const Tiles& tiles, int k_blocks) {
+    static __device__ __forceinline__ void produce(const CUtensorMap* a_map, const CUtensorMap* b_map, unsigned shared,
+                                                   const Tiles& tiles, int k_blocks) {
         constexpr int kShare = kBlockN / Config::kCluster;  // rows of B that this block copies
         const int first = tiles.rank * kShare;
         typename Map::Ring ring(shared + Map::kBarriers);
@@ -51,8 +51,8 @@ struct Gemm16 {
                 if (kb == 0) tile_of_stage<Map>(shared, stage) = tile;
                 ring.expect(Map::kABytes + Map::kBBytes);
                 load_operand<Config::kTransposeA, false>(a, a_map, full, tile.row, kb * kBlockK, kBlockM);
-                load_operand<Config::kTransposeB, (Config::kCluster > 1)>(
-                    b, b_map, full, tile.column + first, kb * kBlockK, kShare);
+                load_operand<Config::kTransposeB, (Config::kCluster > 1)>(b, b_map, full, tile.column + first,
+                                                                          kb * kBlockK, kShare);
             }
         }
     }

@@ -97,7 +97,8 @@ struct BiasActivation {
     __device__ __forceinline__ static void init(Shared& shared) { shared.bias.init(); }
 
     // By the producer's three idle warps; one suffices.
-    __device__ __forceinline__ static void assist(const Arguments& a, Shared& shared, const typename Gemm::Tiles& tiles, int n) {
+    __device__ __forceinline__ static void assist(const Arguments& a, Shared& shared, const typename Gemm::Tiles& tiles,
+                                                  int n) {
         if (threadIdx.x / 32 % 4 != 3) return;
         unsigned parity = 0;
         for (int index = tiles.first(); index < tiles.count(); index = tiles.next(index), parity ^= 1)
@@ -175,7 +176,7 @@ private:
             amax = amax_of(amax, y[c]);
         }
         const unsigned code = quantize4(y, scale);
-        codes[r][f] = at.rows[r] ? code : 0;  // not 0 * scale, which is NaN if scale is infinite
+        codes[r][f] = at.rows[r] ? code : 0;             // not 0 * scale, which is NaN if scale is infinite
         const size_t rows = 8 * r, columns = 32 * item;  // from the lane's first place
         if (f == 0 && at.rows[r]) {
 #pragma unroll

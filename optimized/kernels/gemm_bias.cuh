@@ -30,7 +30,9 @@ struct alignas(16) SharedBias {
         if (type == kNoBias) return;
         constexpr int kHeld = Gemm::kBlockN / 32;
         const int lane = threadIdx.x % 32, width = n / Gemm::kBHalves;
-        const auto column = [&](int c) { return min(tile.column + c % Gemm::kTileN, width - 1) + c / Gemm::kTileN * width; };
+        const auto column = [&](int c) {
+            return min(tile.column + c % Gemm::kTileN, width - 1) + c / Gemm::kTileN * width;
+        };
         unsigned words[kHeld];  // as in memory; all loads are in flight at once
         if (type == kBiasFP32)
 #pragma unroll

@@ -88,7 +88,8 @@ struct BiasDropoutAdd {
     }
 
     // By the producer's three idle warps.
-    __device__ __forceinline__ static void assist(const Arguments& a, Shared& shared, const typename Gemm::Tiles& tiles, int n) {
+    __device__ __forceinline__ static void assist(const Arguments& a, Shared& shared, const typename Gemm::Tiles& tiles,
+                                                  int n) {
         unsigned parity = 0;
         for (int index = tiles.first(); index < tiles.count(); index = tiles.next(index), parity ^= 1) {
             const Tile tile = tiles[index];

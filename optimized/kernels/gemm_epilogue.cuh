@@ -143,8 +143,7 @@ __device__ __forceinline__ Destination destination(void* out, int row, int colum
 template <class Out>
 __device__ __forceinline__ float stored(const char* row, int column) {
     if constexpr (same_type<Out, FP32>) return reinterpret_cast<const float*>(row)[column];
-    return widen_bias(reinterpret_cast<const unsigned short*>(row)[column],
-                      kBiasOf<Out>);
+    return widen_bias(reinterpret_cast<const unsigned short*>(row)[column], kBiasOf<Out>);
 }
 
 // In place: acc -> fp32(stored + acc). There are as many loads in flight as the main loop leaves registers for.
@@ -255,12 +254,7 @@ struct ScaleBiasStore {
     bool pending;  // a tile waits in `words`
 
     __device__ __forceinline__ ScaleBiasStore(void* out, const void* bias, int bias_type, int m, int n)
-        : out(out),
-          bias(bias),
-          bias_type(bias_type),
-          m(m),
-          n(n),
-          pending(false) {
+        : out(out), bias(bias), bias_type(bias_type), m(m), n(n), pending(false) {
         const int lane = threadIdx.x % 32;
         row = threadIdx.x / 32 * 16 + lane / 4;
         column = lane % 4 * kRun;

@@ -51,6 +51,5 @@ extern "C" __global__ void TWIN_CLUSTER(CLUSTER) __launch_bounds__(128 * (Config
     };
     if (threadIdx.x == 0) Epilogue::init(epilogue_shared);
     run_block<Gemm::Map, Epilogue::kConsumerRegisters, 504 - 2 * Epilogue::kConsumerRegisters>(
-        shared, maps.a, maps.b, producing, consuming,
-        [&] { Epilogue::assist(arguments, epilogue_shared, tiles, n); });
+        shared, maps.a, maps.b, producing, consuming, [&] { Epilogue::assist(arguments, epilogue_shared, tiles, n); });
 }

@@ -62,8 +62,8 @@ struct GemmFP8 {
     // kProducers warps take turns, since one alone needs some 210 cycles to issue a k-block's copies. Turns go on from
     // tile to tile: a warp that skipped more stages than the ring has would mistake a barrier's phase.
     template <int kProducers = 1, class Also = Nothing>
-    static __device__ __forceinline__ void produce(const OperandMaps& maps, unsigned shared, const Tiles& tiles, int begin,
-                                            int end, int m, int n, const Also& also = {}) {
+    static __device__ __forceinline__ void produce(const OperandMaps& maps, unsigned shared, const Tiles& tiles,
+                                                   int begin, int end, int m, int n, const Also& also = {}) {
         constexpr int kMine = kParts / kSharingB;  // parts of B that this block copies
         const int mine = kProducers == 1 ? 0 : threadIdx.x / 32 % 4;
         static_assert(kProducers <= kStages, "a producer's turn comes in each round of the ring");
@@ -75,10 +75,12 @@ struct GemmFP8 {
             const int a_rows = box_rows(a_row, m, kPartRowsA);
             int b_rows[kMine], all_rows = 0;
 #pragma unroll
-            for (int part = 0; part < kSharingA; part++) all_rows += box_rows(tile.row + part * kPartRowsA, m, kPartRowsA);
+            for (int part = 0; part < kSharingA; part++)
+                all_rows += box_rows(tile.row + part * kPartRowsA, m, kPartRowsA);
 #pragma unroll
             for (int part = 0; part < kParts; part++) {
-                const int rows = box_rows(tile.column + (kBHalves == 1 ? part * kPartRows : 0), n / kBHalves, kPartRows);
+                const int rows =
+                    box_rows(tile.column + (kBHalves == 1 ? part * kPartRows : 0), n / kBHalves, kPartRows);
                 all_rows += rows;
                 if (kSharingB == 1 || part == tiles.rank) b_rows[part % kMine] = rows;
             }
@@ -125,8 +127,8 @@ struct GemmFP8 {
     // Have L2 fetch the tile's part of `matrix` [m, n] (kBytes bytes an element, `stride` elements from row to row), a
     // share beside each k-block, so that it is there when the epilogue reads it.
     template <int kBytes>
-    static __device__ __forceinline__ void prefetch_part(const void* matrix, const Tile& tile, int kb, int k_blocks, int m,
-                                                  size_t stride) {
+    static __device__ __forceinline__ void prefetch_part(const void* matrix, const Tile& tile, int kb, int k_blocks,
+                                                         int m, size_t stride) {
         for (int row = tile.row + kb; row < min(tile.row + kBlockM, m); row += k_blocks)
             prefetch_l2(static_cast<const char*>(matrix) + (row * stride + tile.column) * kBytes,
                         (tile.end - tile.column) * kBytes);
@@ -150,7 +152,8 @@ struct GemmFP8 {
         __device__ __forceinline__ void operator()(float (&acc)[kCount], int stage, bool first) const {
             const auto a = this->a(stage), b = this->b(stage);
 #pragma unroll
-            for (int k = 0; k < 4; k++) wgmma_k32<typename Config::A, typename Config::B>(acc, a + 2 * k, b + 2 * k, !first || k > 0);
+            for (int k = 0; k < 4; k++)
+                wgmma_k32<typename Config::A, typename Config::B>(acc, a + 2 * k, b + 2 * k, !first || k > 0);
         }
     };
 };
@@ -186,7 +189,7 @@ struct SplitMainloop : Mainloop<typename Gemm::Map> {
 #pragma unroll
         for (int i = 0; i < kCount; i++) acc[i] = 0.0f;
         if constexpr (kAlternating) {
-            alternate([&](const float(&partial)[kCount]) { promote(acc, 0, partial); });
+            alternate([&](const float (&partial)[kCount]) { promote(acc, 0, partial); });
         } else {
             promote_parts(acc, more);
         }
@@ -200,7 +203,7 @@ struct SplitMainloop : Mainloop<typename Gemm::Map> {
         static_assert(Gemm::kStages >= 2, "a stage is waited for while the one before it is still held");
         float even[kStageBlocks][kAcc], odd[kStageBlocks][kAcc];
         int previous;
-        const auto start = [&](float(&partials)[kStageBlocks][kAcc]) {
+        const auto start = [&](float (&partials)[kStageBlocks][kAcc]) {
             // Keeps descriptors in uniform registers; they would be moved there for each wgmma.
             if constexpr (kStageBlocks > 1) ring.stage.index = uniform(ring.stage.index);
             ring.wait_full();
@@ -211,11 +214,11 @@ struct SplitMainloop : Mainloop<typename Gemm::Map> {
 #pragma unroll
                 for (int c = 0; c < kStageBlocks; c++)
                     wgmma_k32<A, B>(partials[c], a + c * (kBlockM * kStageRowBytes >> 4) + 2 * k,
-                                                  b + c * (kBlockN * kStageRowBytes >> 4) + 2 * k, k > 0);
+                                    b + c * (kBlockN * kStageRowBytes >> 4) + 2 * k, k > 0);
             wgmma_commit();
         };
         // The last stage may hold fewer chains.
-        const auto finish = [&](float(&partials)[kStageBlocks][kAcc], int count = kStageBlocks) {
+        const auto finish = [&](float (&partials)[kStageBlocks][kAcc], int count = kStageBlocks) {
 #pragma unroll
             for (int c = 0; c < kStageBlocks; c++) wgmma_hold(partials[c]);
             this->release(ring.empty(previous));
@@ -255,8 +258,7 @@ struct SplitMainloop : Mainloop<typename Gemm::Map> {
                 wgmma_fence();
 #pragma unroll
                 for (int k = 0; k < 4; k++)
-                    wgmma_k32<A, B>(
-                        partial, a + 2 * k, b + part * (2 * kPart * kStageRowBytes >> 4) + 2 * k, k > 0);
+                    wgmma_k32<A, B>(partial, a + 2 * k, b + part * (2 * kPart * kStageRowBytes >> 4) + 2 * k, k > 0);
                 wgmma_commit();
                 if (part == kSplitParts - 1) {
                     const unsigned empty = ring.empty();

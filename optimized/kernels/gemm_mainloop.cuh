@@ -23,9 +23,9 @@ struct Nothing {
 
 // The accumulators of a tile's first kColumns columns.
 template <int kColumns, int kAcc>
-__device__ __forceinline__ float (&columns(float (&acc)[kAcc]))[kColumns / 2] {
+__device__ __forceinline__ float (&columns(float (&acc)[kAcc])) [kColumns / 2] {
     static_assert(kColumns <= 2 * kAcc, "a narrower tile");
-    return reinterpret_cast<float(&)[kColumns / 2]>(acc);
+    return reinterpret_cast<float (&)[kColumns / 2]>(acc);
 }
 
 // What main loops have in common: the ring of stages and the number of k-blocks.

@@ -29,7 +29,7 @@ __device__ __forceinline__ unsigned high_word(unsigned value) {
 // the indices are 0.
 template <int kCounters>
 __device__ __forceinline__ void philox_together(unsigned (&words)[kCounters][4], const Generator& generator,
-                                              const unsigned (&counters)[kCounters]) {
+                                                const unsigned (&counters)[kCounters]) {
     unsigned k0 = generator.key[0], k1 = generator.key[1];
     asm volatile("" : "+r"(k0), "+r"(k1));  // else the compiler keeps the keys of all rounds, in registers needed here
 #pragma unroll
@@ -41,7 +41,7 @@ __device__ __forceinline__ void philox_together(unsigned (&words)[kCounters][4],
     for (int round = 0; round < 10; round++) {
 #pragma unroll
         for (int i = 0; i < kCounters; i++) {
-            unsigned(&c)[4] = words[i];
+            unsigned (&c)[4] = words[i];
             constexpr unsigned kFirst = 0xD2511F53, kSecond = 0xCD9E8D57;
             const unsigned high0 = high_word<kFirst>(c[0]), low0 = kFirst * c[0], low1 = kSecond * c[2];
             // kSecond's halves are too large for high_word. Those of 2^32 - kSecond are not, and kSecond v is 2^32 v

@@ -39,7 +39,8 @@ struct Pieces {
     // Store eight values of a row, given as four words or two: one vector, or two that are apart. `pointer`: the first
     // four.
     template <int kWords>
-    static __device__ __forceinline__ void store_eight_columns(void* pointer, const unsigned (&words)[kWords], bool second) {
+    static __device__ __forceinline__ void store_eight_columns(void* pointer, const unsigned (&words)[kWords],
+                                                               bool second) {
         constexpr int kBytes = kWords / 2;  // of a value
         if constexpr (kRun == 8 && kWords == 4) {
             *static_cast<uint4*>(pointer) = make_uint4(words[0], words[1], words[2], words[3]);
@@ -58,7 +59,8 @@ struct Pieces {
     static __device__ __forceinline__ Packed packed_row(const unsigned (&words)[kAcc / 2], int piece, int r) {
         Packed row;
 #pragma unroll
-        for (int j = 0; j < 4; j++) row.words[j] = words[8 * piece + (kRun == 8 ? 4 * r + j : 4 * (j / 2) + 2 * r + j % 2)];
+        for (int j = 0; j < 4; j++)
+            row.words[j] = words[8 * piece + (kRun == 8 ? 4 * r + j : 4 * (j / 2) + 2 * r + j % 2)];
         return row;
     }
 

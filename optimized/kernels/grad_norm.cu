@@ -31,8 +31,8 @@ __device__ __forceinline__ double warp_sum(double value) {
     return value;
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) grad_squares(
-    const __grid_constant__ Table table, int tensors, double* chunk_sums) {
+extern "C" __global__ void __launch_bounds__(kThreads)
+    grad_squares(const __grid_constant__ Table table, int tensors, double* chunk_sums) {
     const Entry& t = tensor_of_block<CAPACITY>(table.tensors, tensors);
     const int chunk = static_cast<int>(blockIdx.x) - t.first_block;
     const long long start = static_cast<long long>(chunk) * kColumns * kRows + threadIdx.x * kElements;
@@ -62,8 +62,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) grad_squares(
     }
 }
 
-extern "C" __global__ void __launch_bounds__(kTotalThreads) grad_norm_total(
-    const double* __restrict__ chunk_sums, long long count, float* norm) {
+extern "C" __global__ void __launch_bounds__(kTotalThreads)
+    grad_norm_total(const double* __restrict__ chunk_sums, long long count, float* norm) {
     double sum = 0.0;
 #pragma unroll 4
     for (long long k = threadIdx.x; k < count; k += kTotalThreads) sum += chunk_sums[k];
@@ -77,8 +77,8 @@ extern "C" __global__ void __launch_bounds__(kTotalThreads) grad_norm_total(
     }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) grad_max(
-    const __grid_constant__ Table table, int tensors, unsigned* norm) {
+extern "C" __global__ void __launch_bounds__(kThreads)
+    grad_max(const __grid_constant__ Table table, int tensors, unsigned* norm) {
     const Entry& t = tensor_of_block<CAPACITY>(table.tensors, tensors);
     const int chunk = static_cast<int>(blockIdx.x) - t.first_block;
     const long long start = static_cast<long long>(chunk) * kColumns * kRows + threadIdx.x * kElements;

@@ -21,8 +21,8 @@ struct Table {
     Entry matrices[CAPACITY];
 };
 
-extern "C" __global__ void __launch_bounds__(kThreads, 4) multi_cast_transpose(
-    const __grid_constant__ Table table, int count) {
+extern "C" __global__ void __launch_bounds__(kThreads, 4)
+    multi_cast_transpose(const __grid_constant__ Table table, int count) {
     // The last matrix whose first tile is not beyond this one.
     int at = 0;
     for (int step = CAPACITY / 2; step > 0; step /= 2)
@@ -33,7 +33,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 4) multi_cast_transpose(
     const float scale = *m.scale;
     if (tile == 0 && threadIdx.x == 0) *m.scale_inv = 1.0f / scale;
     float amax = 0.0f;
-    cast_tile<false>(
-        Matrix{m.x}, m.q, m.q_t, nullptr, m.rows, m.cols, tile / column_tiles, tile % column_tiles, scale, amax);
+    cast_tile<false>(Matrix{m.x}, m.q, m.q_t, nullptr, m.rows, m.cols, tile / column_tiles, tile % column_tiles, scale,
+                     amax);
     if (m.amax != nullptr) commit_amax<kWarps>(amax, m.amax);
 }

@@ -26,14 +26,18 @@ struct alignas(16) Sixteen {
 
 template <class T>
 __device__ __forceinline__ float wide_of(T x) {
-    if constexpr (sizeof(T) == 4) return x;
-    else return widen(static_cast<wide_t>(x));
+    if constexpr (sizeof(T) == 4)
+        return x;
+    else
+        return widen(static_cast<wide_t>(x));
 }
 
 template <class T>
 __device__ __forceinline__ T narrow_to(float x) {
-    if constexpr (sizeof(T) == 4) return x;
-    else return narrow(x);
+    if constexpr (sizeof(T) == 4)
+        return x;
+    else
+        return narrow(x);
 }
 
 // Elements from `at` on; those from `count` on read as zero. `whole`: all eight exist, at an aligned address.

@@ -32,20 +32,20 @@ __device__ __forceinline__ void store_output(void* y, int out, size_t at, const 
     } else {
         uint4* to = reinterpret_cast<uint4*>(static_cast<unsigned short*>(y) + at);
         if (out == 1)
-            *to = make_uint4(
-                cvt_bf16x2(v[0], v[1]), cvt_bf16x2(v[2], v[3]), cvt_bf16x2(v[4], v[5]), cvt_bf16x2(v[6], v[7]));
+            *to = make_uint4(cvt_bf16x2(v[0], v[1]), cvt_bf16x2(v[2], v[3]), cvt_bf16x2(v[4], v[5]),
+                             cvt_bf16x2(v[6], v[7]));
         else
-            *to = make_uint4(
-                cvt_f16x2(v[0], v[1]), cvt_f16x2(v[2], v[3]), cvt_f16x2(v[4], v[5]), cvt_f16x2(v[6], v[7]));
+            *to =
+                make_uint4(cvt_f16x2(v[0], v[1]), cvt_f16x2(v[2], v[3]), cvt_f16x2(v[4], v[5]), cvt_f16x2(v[6], v[7]));
     }
 }
 
 extern __shared__ float affine[];  // gamma and beta
 
-extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) norm_rows(
-    const wide_t* __restrict__ x, const void* __restrict__ weight, const void* __restrict__ bias,
-    void* __restrict__ y, float* __restrict__ mean, float* __restrict__ rstd, int rows, int hidden, float eps,
-    int zero_centered, int parameters, int out) {
+extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
+    norm_rows(const wide_t* __restrict__ x, const void* __restrict__ weight, const void* __restrict__ bias,
+              void* __restrict__ y, float* __restrict__ mean, float* __restrict__ rstd, int rows, int hidden, float eps,
+              int zero_centered, int parameters, int out) {
     __shared__ Slots slots[ROWS];
     const int group = threadIdx.x / (32 * ROW_WARPS);
     const int step = gridDim.x * ROWS;
@@ -68,9 +68,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) norm_rows(
         turn ^= 1;
         row.store_statistics(mean, rstd, index, held);
         const size_t start = static_cast<size_t>(index) * held.hidden + held.first;
-        row.for_each_output(affine, held, [&](int i, const float(&v)[8]) {
-            store_output(y, out, start + kStripe * i, v);
-        });
+        row.for_each_output(affine, held,
+                            [&](int i, const float (&v)[8]) { store_output(y, out, start + kStripe * i, v); });
         packed = next;
     }
 }
@@ -85,7 +84,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) norm_rows(
 template <class F>
 __device__ __forceinline__ float sum_of(const wide_t* row, int hidden, F f) {
 #if VECTOR
-    return block_row_sum8(hidden, [&](int at, float(&v)[8]) {
+    return block_row_sum8(hidden, [&](int at, float (&v)[8]) {
         const Eight loaded = at < hidden ? load8(row + at) : Eight{};
 #pragma unroll
         for (int j = 0; j < 8; j++) v[j] = at < hidden ? f(widen(loaded, j)) : 0.0f;
@@ -102,10 +101,10 @@ __device__ __forceinline__ void store_one(void* y, int out, size_t at, float val
         static_cast<unsigned short*>(y)[at] = out == 1 ? cvt_bf16_f32(value) : cvt_f16_f32(value);
 }
 
-extern "C" __global__ void __launch_bounds__(kBlockThreads) norm_any(
-    const wide_t* __restrict__ x, const void* __restrict__ weight, const void* __restrict__ bias,
-    void* __restrict__ y, float* __restrict__ mean, float* __restrict__ rstd, int rows, int hidden, float eps,
-    int zero_centered, int parameters, int out) {
+extern "C" __global__ void __launch_bounds__(kBlockThreads)
+    norm_any(const wide_t* __restrict__ x, const void* __restrict__ weight, const void* __restrict__ bias,
+             void* __restrict__ y, float* __restrict__ mean, float* __restrict__ rstd, int rows, int hidden, float eps,
+             int zero_centered, int parameters, int out) {
     const float n = static_cast<float>(hidden);
     const size_t first = static_cast<size_t>(blockIdx.x) * hidden;
     const wide_t* row = x + first;

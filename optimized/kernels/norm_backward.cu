@@ -69,9 +69,8 @@ struct Columns {
 };
 
 // Vector i of the row at `mine`: the gradient, xhat, and g.
-__device__ __forceinline__ void normalize(
-    const uint4* mine, int i, float mean, float rstd, const float (&gamma)[8], float (&grad)[8], float (&xhat)[8],
-    float (&g)[8]) {
+__device__ __forceinline__ void normalize(const uint4* mine, int i, float mean, float rstd, const float (&gamma)[8],
+                                          float (&grad)[8], float (&xhat)[8], float (&g)[8]) {
     const Eight incoming = arrived(mine, i), x = arrived(mine + kTensor, i);
 #pragma unroll
     for (int j = 0; j < 8; j++) {
@@ -85,9 +84,8 @@ __device__ __forceinline__ void normalize(
 using Sums = float[2 * VECTORS];
 
 // What vector i adds to the row's sums and to the columns'.
-__device__ __forceinline__ void add_vector(
-    int i, int left, const float (&grad)[8], const float (&xhat)[8], const float (&g)[8], Sums& sums,
-    Columns& columns) {
+__device__ __forceinline__ void add_vector(int i, int left, const float (&grad)[8], const float (&xhat)[8],
+                                           const float (&g)[8], Sums& sums, Columns& columns) {
     float gx[8];
 #pragma unroll
     for (int j = 0; j < 8; j++) {
@@ -122,8 +120,8 @@ __device__ __forceinline__ float2 row_means(const Slots& slots, float n) {
 }
 
 // Vector i of dx; `residual`: the thread's first piece of the residual's row, or null.
-__device__ __forceinline__ void store_dx(
-    wide_t* dx, int i, const float (&xhat)[8], const float (&g)[8], float2 c, float rstd, const uint4* residual) {
+__device__ __forceinline__ void store_dx(wide_t* dx, int i, const float (&xhat)[8], const float (&g)[8], float2 c,
+                                         float rstd, const uint4* residual) {
     float v[8];
 #pragma unroll
     for (int j = 0; j < 8; j++) {
@@ -140,8 +138,8 @@ __device__ __forceinline__ void store_dx(
 
 // Add the chains' sums in pairs and store them to partial[block], through shared memory, so that warps write whole
 // lines: if threads wrote what they hold, 16 bytes of every 32, L2 would get twice the requests.
-__device__ __forceinline__ void store_partial(
-    const float (&sums)[VECTORS][8], uint4* room, float* partial, int hidden, int column, int chain) {
+__device__ __forceinline__ void store_partial(const float (&sums)[VECTORS][8], uint4* room, float* partial, int hidden,
+                                              int column, int chain) {
     float4* const staged = reinterpret_cast<float4*>(room);  // [CHAINS][kWidth / 4]
     __syncthreads();                                         // the rows there have been read
 #pragma unroll
@@ -163,8 +161,8 @@ __device__ __forceinline__ void store_partial(
 
 // Store both sums of the block's columns for norm_total.cu, which may start from here on. (Allowed to start with this
 // grid, it slowed it down.)
-__device__ __forceinline__ void store_columns(
-    const Columns& columns, uint4* room, float* partial, int hidden, int column, int chain) {
+__device__ __forceinline__ void store_columns(const Columns& columns, uint4* room, float* partial, int hidden,
+                                              int column, int chain) {
     let_next_grid_start();
     const size_t stride = static_cast<size_t>(gridDim.x) * hidden;
     float* const target = partial + static_cast<size_t>(blockIdx.x) * hidden;
@@ -312,8 +310,8 @@ __device__ __forceinline__ void read_twice(const Part& part) {
     float kept[VECTORS][8];
 #pragma unroll
     for (int i = 0; i < (KEPT ? VECTORS : 0); i++) part.read_gamma(i, kept[i]);
-    const auto normalize_row = [&](const uint4* mine, int i, float mean, float rstd, float(&grad)[8], float(&xhat)[8],
-                                   float(&g)[8]) {
+    const auto normalize_row = [&](const uint4* mine, int i, float mean, float rstd, float (&grad)[8], float (&xhat)[8],
+                                   float (&g)[8]) {
         if constexpr (KEPT) {
             normalize(mine, i, mean, rstd, kept[i], grad, xhat, g);
         } else {
@@ -375,18 +373,18 @@ __device__ __forceinline__ void read_twice(const Part& part) {
 
 using namespace twin;
 
-extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) norm_backward(
-    const wide_t* __restrict__ grad, const wide_t* __restrict__ x, const void* __restrict__ weight,
-    const float* __restrict__ mean, const float* __restrict__ rstd, const wide_t* __restrict__ residual,
-    wide_t* __restrict__ dx, float* __restrict__ partial, int rows, int length, int count, int zero_centered,
-    int parameters) {
+extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
+    norm_backward(const wide_t* __restrict__ grad, const wide_t* __restrict__ x, const void* __restrict__ weight,
+                  const float* __restrict__ mean, const float* __restrict__ rstd, const wide_t* __restrict__ residual,
+                  wide_t* __restrict__ dx, float* __restrict__ partial, int rows, int length, int count,
+                  int zero_centered, int parameters) {
     const int hidden = WHOLE ? kWidth : length;
     const int chain = threadIdx.x / (32 * ROW_WARPS);
     const int column = threadIdx.x / 32 % ROW_WARPS * kStripe * VECTORS + threadIdx.x % 32 * 8;
     if constexpr (KEPT < 2) init_exchanges();
     const int begin = blockIdx.x * count + chain, end = min((blockIdx.x + 1) * count, rows);
-    const Part part = {grad,       x,      weight, mean,   rstd,  residual, dx, partial, zero_centered,
-                       parameters, hidden, chain,  column, begin, end,      hidden - column};
+    const Part part = {grad,          x,          weight, mean,  rstd,   residual, dx,  partial,
+                       zero_centered, parameters, hidden, chain, column, begin,    end, hidden - column};
     if constexpr (KEPT == 2)
         read_once(part);
     else
@@ -402,10 +400,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) norm_backward(
 
 using namespace twin;
 
-extern "C" __global__ void __launch_bounds__(kBlockThreads) rows(
-    const wide_t* __restrict__ grad, const wide_t* __restrict__ x, const void* __restrict__ weight,
-    const float* __restrict__ mean, const float* __restrict__ rstd, const wide_t* __restrict__ residual,
-    wide_t* __restrict__ dx, int hidden, int zero_centered, int parameters) {
+extern "C" __global__ void __launch_bounds__(kBlockThreads)
+    rows(const wide_t* __restrict__ grad, const wide_t* __restrict__ x, const void* __restrict__ weight,
+         const float* __restrict__ mean, const float* __restrict__ rstd, const wide_t* __restrict__ residual,
+         wide_t* __restrict__ dx, int hidden, int zero_centered, int parameters) {
     const size_t first = static_cast<size_t>(blockIdx.x) * hidden;
     const float n = static_cast<float>(hidden);
     const float center = KIND == 0 ? mean[blockIdx.x] : 0.0f, inverse = rstd[blockIdx.x];
@@ -426,9 +424,9 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads) rows(
     }
 }
 
-extern "C" __global__ void __launch_bounds__(kBlockThreads) columns(
-    const wide_t* __restrict__ grad, const wide_t* __restrict__ x, const float* __restrict__ mean,
-    const float* __restrict__ rstd, float* __restrict__ partial, int rows, int hidden, int count, int chains) {
+extern "C" __global__ void __launch_bounds__(kBlockThreads)
+    columns(const wide_t* __restrict__ grad, const wide_t* __restrict__ x, const float* __restrict__ mean,
+            const float* __restrict__ rstd, float* __restrict__ partial, int rows, int hidden, int count, int chains) {
     const int blocks = (rows + count - 1) / count;
     const int block = blockIdx.x % blocks;
     const int column = blockIdx.x / blocks * kBlockThreads + threadIdx.x;
@@ -449,8 +447,7 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads) columns(
     float* const to = partial + static_cast<size_t>(block) * hidden + column;
     // Chains that do not exist add +0 to sums that are never -0.
     *to = (weight[0] + weight[1]) + (weight[2] + weight[3]);
-    if (KIND == 0)
-        to[static_cast<size_t>(blocks) * hidden] = (bias[0] + bias[1]) + (bias[2] + bias[3]);
+    if (KIND == 0) to[static_cast<size_t>(blocks) * hidden] = (bias[0] + bias[1]) + (bias[2] + bias[3]);
 }
 
 #endif

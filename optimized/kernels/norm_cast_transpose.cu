@@ -39,11 +39,11 @@ constexpr int kSkew = 128 / kRuns;  // bytes between runs of rows in shared memo
 
 extern __shared__ __align__(16) float affine[];  // gamma, beta; codes, [kRuns][16 rows][hidden]
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1) norm_cast_transpose(
-    const wide_t* __restrict__ x, const void* __restrict__ weight, const void* __restrict__ bias,
-    const float* __restrict__ scale_slot, float* amax_slot, unsigned char* __restrict__ q,
-    unsigned char* __restrict__ q_t, float* __restrict__ scale_inv, float* __restrict__ mean,
-    float* __restrict__ rstd, int rows, int length, float eps, int zero_centered, int parameters) {
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    norm_cast_transpose(const wide_t* __restrict__ x, const void* __restrict__ weight, const void* __restrict__ bias,
+                        const float* __restrict__ scale_slot, float* amax_slot, unsigned char* __restrict__ q,
+                        unsigned char* __restrict__ q_t, float* __restrict__ scale_inv, float* __restrict__ mean,
+                        float* __restrict__ rstd, int rows, int length, float eps, int zero_centered, int parameters) {
     const float scale = *scale_slot;
     const Held held(length);
     const int hidden = held.hidden;
@@ -60,8 +60,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) norm_cast_transpose(
 #pragma unroll 1
         for (int local = warp; local < kTileRows; local += TILE_WARPS) {
             const int row = tile * kTileRows + local;
-            const int after =
-                local + TILE_WARPS < kTileRows ? row + TILE_WARPS : (tile + gridDim.x) * kTileRows + warp;
+            const int after = local + TILE_WARPS < kTileRows ? row + TILE_WARPS : (tile + gridDim.x) * kTileRows + warp;
             if (after < rows) next = held.load(x, after);
             if (row < rows) {
                 const Row normalized(packed, held, eps, unused, 0, 0);
@@ -69,7 +68,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) norm_cast_transpose(
                 unsigned char* const target = q + static_cast<size_t>(row) * hidden + held.first;
                 unsigned char* const copy =
                     codes + local / kRunRows * run_stride + local % kRunRows * hidden + held.first;
-                normalized.for_each_output(affine, held, [&](int i, const float(&y)[8]) {
+                normalized.for_each_output(affine, held, [&](int i, const float (&y)[8]) {
 #pragma unroll
                     for (int j = 0; j < 8; j++) amax = amax_of(amax, y[j]);
                     const uint2 words = make_uint2(quantize4(y, scale), quantize4(y + 4, scale));
@@ -83,8 +82,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) norm_cast_transpose(
         for (int unit = threadIdx.x; unit < kRuns * hidden / 8; unit += kThreads) {
             const int run = unit % kRuns, column = unit / kRuns * 8, row = tile * kTileRows + run * kRunRows;
             if (row < rows)
-                store_transposed(codes + run * run_stride + column, hidden,
-                                 q_t + column * q_t_stride(rows) + row, q_t_stride(rows), rows - row);
+                store_transposed(codes + run * run_stride + column, hidden, q_t + column * q_t_stride(rows) + row,
+                                 q_t_stride(rows), rows - row);
         }
         __syncthreads();  // the codes have been read
     }
@@ -110,7 +109,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) norm_cast_transpose(
 
 constexpr int kValues = 16;  // neighbours in a lane
 constexpr int kSpan = 32 * kValues;
-constexpr int kShare = kSpan * STRIPES;     // columns of a block
+constexpr int kShare = kSpan * STRIPES;    // columns of a block
 constexpr int kLeaf = STRIPES & -STRIPES;  // stripes of a warp whose sum is a subtree of the row's
 constexpr int kWarpLeaves = STRIPES / kLeaf, kLeaves = kWarpLeaves * CLUSTER;
 constexpr int kLaneSums = power_of_two(STRIPES);
@@ -121,8 +120,8 @@ constexpr int kRunStride = kRunRows * kShare + kSkew;
 constexpr int kParameters = KIND == 0 ? 2 : 1;
 
 // gamma and beta of the block's columns, as norm_held.cuh stages them: [gamma, beta][4 of 16 columns][16 columns][4].
-__device__ __forceinline__ void stage_share(
-    float4* shared, const void* weight, const void* bias, int type, bool zero_centered, int first, int columns) {
+__device__ __forceinline__ void stage_share(float4* shared, const void* weight, const void* bias, int type,
+                                            bool zero_centered, int first, int columns) {
     for (int at = threadIdx.x * 8; at < columns; at += kThreads * 8) {
 #pragma unroll
         for (int which = 0; which < kParameters; which++) {
@@ -179,11 +178,11 @@ __device__ __forceinline__ float row_sum(const float (&stripes)[kLaneSums], Exch
 // [gamma, beta]; codes [kRuns][16 rows][kShare]; arriving rows [TILE_WARPS][RING][kShare].
 extern __shared__ __align__(128) unsigned char shared[];
 
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kThreads, 1) norm_cast_transpose(
-    const wide_t* __restrict__ x, const void* __restrict__ weight, const void* __restrict__ bias,
-    const float* __restrict__ scale_slot, float* amax_slot, unsigned char* __restrict__ q,
-    unsigned char* __restrict__ q_t, float* __restrict__ scale_inv, float* __restrict__ mean,
-    float* __restrict__ rstd, int rows, int length, float eps, int zero_centered, int parameters) {
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kThreads, 1)
+    norm_cast_transpose(const wide_t* __restrict__ x, const void* __restrict__ weight, const void* __restrict__ bias,
+                        const float* __restrict__ scale_slot, float* amax_slot, unsigned char* __restrict__ q,
+                        unsigned char* __restrict__ q_t, float* __restrict__ scale_inv, float* __restrict__ mean,
+                        float* __restrict__ rstd, int rows, int length, float eps, int zero_centered, int parameters) {
     __shared__ Exchange exchanges[TILE_WARPS][2];
     __shared__ unsigned long long full[TILE_WARPS][RING];  // a row has arrived
     float4* const affine = reinterpret_cast<float4*>(shared);
@@ -298,8 +297,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
                     if (KIND == 0) y[j] = y[j] + beta[j];
                     amax = amax_of(amax, y[j]);
                 }
-                const uint4 sixteen = make_uint4(
-                    quantize4(y, scale), quantize4(y + 4, scale), quantize4(y + 8, scale), quantize4(y + 12, scale));
+                const uint4 sixteen = make_uint4(quantize4(y, scale), quantize4(y + 4, scale), quantize4(y + 8, scale),
+                                                 quantize4(y + 12, scale));
                 *reinterpret_cast<uint4*>(target + kSpan * i) = sixteen;
                 *reinterpret_cast<uint4*>(copy + kSpan * i) = sixteen;
             }

@@ -52,8 +52,8 @@ struct Row {
     float v[kStripes][8];  // centered
     float mean, rstd;
 
-    __device__ __forceinline__ Row(
-        const Packed& packed, const Held& held, float eps, Slots& slots, int turn, int barrier)
+    __device__ __forceinline__ Row(const Packed& packed, const Held& held, float eps, Slots& slots, int turn,
+                                   int barrier)
         : mean(0.0f) {
         const float n = static_cast<float>(held.hidden);
         float sums[kStripes];
@@ -98,8 +98,8 @@ __device__ __forceinline__ void stage8(float* shared, int hidden, int at, const 
 
 // gamma and beta (`hidden` floats each; rmsnorm has no beta) as fp32 in shared memory: [gamma, beta][first or second 4
 // of 8 columns][8 columns][4]. The halves are apart so that a warp's 16-byte reads touch all banks.
-__device__ __forceinline__ void stage_parameters(
-    float* shared, const void* weight, const void* bias, int type, bool zero_centered, int hidden) {
+__device__ __forceinline__ void stage_parameters(float* shared, const void* weight, const void* bias, int type,
+                                                 bool zero_centered, int hidden) {
     for (int at = threadIdx.x * 8; at < hidden; at += blockDim.x * 8) {
 #pragma unroll
         for (int which = 0; which < kParameters; which++) {
@@ -114,8 +114,8 @@ __device__ __forceinline__ void stage_parameters(
 // The same where a thread loads several: kAtOnce times 8 of both are in flight before one is used, so that a latency,
 // often DRAM's, is paid once.
 template <int kType, int kAtOnce = 2>
-__device__ __forceinline__ void stage_at_once(
-    float* shared, const void* weight, const void* bias, bool zero_centered, int hidden) {
+__device__ __forceinline__ void stage_at_once(float* shared, const void* weight, const void* bias, bool zero_centered,
+                                              int hidden) {
     const int step = blockDim.x * 8;
     for (int first = threadIdx.x * 8; first < hidden; first += kAtOnce * step) {
         float v[kAtOnce][kParameters][8];

@@ -52,8 +52,8 @@ __device__ __forceinline__ void parameters8(const void* parameters, int at, floa
 
 // 8 neighbours of gamma (weight, or weight + 1) or of beta, whose type is known at run time. Without a bias beta is
 // -0.0, since y + -0.0 is y.
-__device__ __forceinline__ void affine8(
-    bool gamma, const void* parameters, int type, bool zero_centered, int at, float (&out)[8]) {
+__device__ __forceinline__ void affine8(bool gamma, const void* parameters, int type, bool zero_centered, int at,
+                                        float (&out)[8]) {
     if (parameters == nullptr) {
 #pragma unroll
         for (int j = 0; j < 8; j++) out[j] = -0.0f;
@@ -164,7 +164,7 @@ __device__ __forceinline__ float block_row_sum8(int hidden, Each each) {
 // The same, element by element: value(at).
 template <class Value>
 __device__ __forceinline__ float block_row_sum(int hidden, Value value) {
-    return block_row_sum8(hidden, [&](int at, float(&v)[8]) {
+    return block_row_sum8(hidden, [&](int at, float (&v)[8]) {
 #pragma unroll
         for (int j = 0; j < 8; j++) v[j] = at + j < hidden ? value(at + j) : 0.0f;
     });

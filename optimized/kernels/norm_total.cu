@@ -19,8 +19,9 @@ constexpr int kRuns = 16;
 constexpr int kThreads = kColumns * kRuns;
 constexpr int kColumns = 32;
 
-extern "C" __global__ void __launch_bounds__(kThreads) norm_total(
-    const float* __restrict__ partial, wide_t* __restrict__ out0, wide_t* __restrict__ out1, int blocks, int hidden) {
+extern "C" __global__ void __launch_bounds__(kThreads)
+    norm_total(const float* __restrict__ partial, wide_t* __restrict__ out0, wide_t* __restrict__ out1, int blocks,
+               int hidden) {
     __shared__ float runs[kRuns][kColumns];
     const int lane = threadIdx.x % 32, run = threadIdx.x / 32;
     const int column = blockIdx.x * kColumns + lane;

@@ -10,7 +10,7 @@
 using namespace twin;
 
 constexpr int kThreads = 256;
-constexpr int kAhead = 4;  // heads whose loads are in flight
+constexpr int kAhead = 4;                  // heads whose loads are in flight
 constexpr int kRun = VECTOR ? kLanes : 2;  // elements of a thread
 
 struct SineCosine {

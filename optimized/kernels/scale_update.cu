@@ -36,8 +36,8 @@ __device__ __forceinline__ float block_max(float value) {
     return value;
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) scale_update(
-    const __grid_constant__ Table table, float scaled_max) {
+extern "C" __global__ void __launch_bounds__(kThreads)
+    scale_update(const __grid_constant__ Table table, float scaled_max) {
     const Module& module = table.modules[blockIdx.x];
     const int column = blockIdx.y, length = module.length, columns = module.columns;
     if (column >= columns) return;  // modules may differ in their number of columns

@@ -28,12 +28,11 @@ struct Table {
     Entry tensors[CAPACITY];
 };
 
-extern "C" __global__ void __launch_bounds__(kThreads) sgd(
-    const __grid_constant__ Table table, int tensors, float lr, float momentum, float rest, float decay, int nesterov,
-    int first_run, int decay_last) {
+extern "C" __global__ void __launch_bounds__(kThreads)
+    sgd(const __grid_constant__ Table table, int tensors, float lr, float momentum, float rest, float decay,
+        int nesterov, int first_run, int decay_last) {
     const Entry& t = tensor_of_block<CAPACITY>(table.tensors, tensors);
-    const long long first =
-        (static_cast<long long>(blockIdx.x - t.first_block) * kThreads + threadIdx.x) * kElements;
+    const long long first = (static_cast<long long>(blockIdx.x - t.first_block) * kThreads + threadIdx.x) * kElements;
     if (first >= t.count) return;
     const bool whole = t.aligned && first + kElements <= t.count;
     const bool has_buffer = t.buffer != nullptr;

@@ -52,8 +52,8 @@ __device__ __forceinline__ float start_of(float top) {
 __device__ __forceinline__ float inverse_of(float total) { return total == 0.0f ? 0.0f : __fdiv_rn(1.0f, total); }
 
 // Scores of eight elements: -inf where masked, and from the `visible`-th on, which the causal rule hides.
-__device__ __forceinline__ void scores(
-    float (&v)[kElements], const Eight& x, int visible, float scale, const unsigned char* mask, long long mask_step) {
+__device__ __forceinline__ void scores(float (&v)[kElements], const Eight& x, int visible, float scale,
+                                       const unsigned char* mask, long long mask_step) {
 #pragma unroll
     for (int i = 0; i < kElements; i++) v[i] = __fmul_rn(widen(x, i), scale);
     if (MASKED || visible < kElements) {
@@ -99,7 +99,7 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps, kBlocks)
     const unsigned char* const mask =
         m.pointer + matrix / heads * m.b + matrix % heads * m.h + query * m.i + first * m.j;
     // Eight scores from kStride * g on.
-    const auto scores_of = [&](float(&v)[kElements], const Eight& eight, int g) {
+    const auto scores_of = [&](float (&v)[kElements], const Eight& eight, int g) {
         scores(v, eight, visible - kStride * g, scale, mask + kStride * g * m.j, m.j);
     };
     float sums[kElements] = {};

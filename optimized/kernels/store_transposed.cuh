@@ -7,8 +7,8 @@ namespace twin {
 constexpr int kRunRows = 16;  // rows
 
 // From `codes`, whose rows are `stride` bytes apart, to q_t. Rows from `left` on do not exist: zeros.
-__device__ __forceinline__ void store_transposed(
-    const unsigned char* codes, int stride, unsigned char* q_t, size_t q_t_stride, int left) {
+__device__ __forceinline__ void store_transposed(const unsigned char* codes, int stride, unsigned char* q_t,
+                                                 size_t q_t_stride, int left) {
     uint2 word[kRunRows];
     if (left >= kRunRows) {
 #pragma unroll

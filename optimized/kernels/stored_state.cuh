@@ -34,7 +34,9 @@ struct Codes {
     static constexpr unsigned kMask = kBits == 32 ? 0xFFFFFFFFu : (1u << kBits % 32) - 1;
     unsigned words[kWords];
 
-    __device__ __forceinline__ unsigned code(int i) const { return words[i / kPerWord] >> i % kPerWord * kBits & kMask; }
+    __device__ __forceinline__ unsigned code(int i) const {
+        return words[i / kPerWord] >> i % kPerWord * kBits & kMask;
+    }
     __device__ __forceinline__ void put(int i, unsigned code) { words[i / kPerWord] |= code << i % kPerWord * kBits; }
 };
 

@@ -61,7 +61,7 @@ using Eight = Vector<8>;
 __device__ __forceinline__ Eight load8(const wide_t* address) {
 #if WIDE == 0
     const Vector<4> low = load_once<4>(address), high = load_once<4>(address + 4);
-    return {low.words[0], low.words[1], low.words[2], low.words[3],
+    return {low.words[0],  low.words[1],  low.words[2],  low.words[3],
             high.words[0], high.words[1], high.words[2], high.words[3]};
 #else
     return load_once<8>(address);

@@ -13,8 +13,8 @@ __device__ __forceinline__ unsigned word_of(const float* values) {
 // 16 bytes: kLanes values. `address` is a multiple of 16.
 __device__ __forceinline__ void store_vector(wide_t* address, const float* values) {
     constexpr int kStep = kLanes / 4;  // values in a word
-    *reinterpret_cast<uint4*>(address) = make_uint4(word_of(values), word_of(values + kStep),
-                                                    word_of(values + 2 * kStep), word_of(values + 3 * kStep));
+    *reinterpret_cast<uint4*>(address) =
+        make_uint4(word_of(values), word_of(values + kStep), word_of(values + 2 * kStep), word_of(values + 3 * kStep));
 }
 
 // `address` is a multiple of 16.

@@ -13,9 +13,10 @@ __device__ __forceinline__ void bulk_load(unsigned destination, const void* from
 
 // Shared memory into that of a block of the cluster: `to` and `barrier` come from map_to_rank (cluster.cuh).
 __device__ __forceinline__ void bulk_to_block(unsigned to, unsigned source, unsigned bytes, unsigned barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-                 "r"(source), "r"(bytes), "r"(barrier)
-                 : "memory");
+    asm volatile(
+        "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+        "r"(source), "r"(bytes), "r"(barrier)
+        : "memory");
 }
 
 // Shared into global memory, as part of the thread's current group.

@@ -9,9 +9,7 @@ __device__ __forceinline__ void fence_mbarrier_init() {
 }
 
 // Ordinary stores to shared memory become visible to the copy engine and the tensor cores.
-__device__ __forceinline__ void fence_proxy_async() {
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
+__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // The same for all memory, and for what the copy engine has written.
 __device__ __forceinline__ void fence_proxy_async_all() { asm volatile("fence.proxy.async;" ::: "memory"); }

@@ -25,8 +25,7 @@ __device__ __forceinline__ void mbarrier_arrive_cluster(unsigned barrier) {
 
 // One arrival, and the phase also waits for `bytes` of bulk copies.
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(unsigned barrier, unsigned bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
-                 : "memory");
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
 __device__ __forceinline__ bool mbarrier_try_wait(unsigned barrier, unsigned parity) {

@@ -12,10 +12,10 @@ __device__ __forceinline__ void store_async(unsigned address, float value, unsig
 }
 
 __device__ __forceinline__ void store_async(unsigned address, uint2 words, unsigned barrier) {
-    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1, %2}, [%3];" ::"r"(
-                     address),
-                 "r"(words.x), "r"(words.y), "r"(barrier)
-                 : "memory");
+    asm volatile(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1, %2}, [%3];" ::"r"(address),
+        "r"(words.x), "r"(words.y), "r"(barrier)
+        : "memory");
 }
 
 }  // namespace twin

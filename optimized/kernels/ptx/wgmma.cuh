@@ -45,8 +45,8 @@ __device__ __forceinline__ void wgmma_hold(float (&d)[kCount]) {
 // distance of the chunks of 64 values of M or N.
 __device__ __forceinline__ unsigned long long wgmma_descriptor(unsigned address, unsigned leading, unsigned stride) {
     return static_cast<unsigned long long>((address & 0x3FFFF) >> 4) |
-           static_cast<unsigned long long>(leading >> 4) << 16 |
-           static_cast<unsigned long long>(stride >> 4) << 32 | 1ull << 62;
+           static_cast<unsigned long long>(leading >> 4) << 16 | static_cast<unsigned long long>(stride >> 4) << 32 |
+           1ull << 62;
 }
 
 // Lists of accumulators, since wgmma names every register. The operands after them are the two descriptors, scale_d
@@ -91,7 +91,8 @@ __device__ __forceinline__ unsigned long long wgmma_descriptor(unsigned address,
 // D = A B^T + (scale_d ? D : 0), K = 32, FP8.
 #define TWIN_WGMMA_FP8_CASE(COUNT, N, A_TYPE, B_TYPE, NAMES, DESCRIPTORS, SCALE_D)                        \
     if constexpr (same_type<A, A_TYPE> && same_type<B, B_TYPE>)                                           \
-        asm volatile("{\n .reg .pred accumulate;\n setp.ne.b32 accumulate, " SCALE_D ", 0;\n"             \
+        asm volatile("{\n .reg .pred accumulate;\n setp.ne.b32 accumulate, " SCALE_D                      \
+                     ", 0;\n"                                                                             \
                      " wgmma.mma_async.sync.aligned.m64n" #N "k32.f32." NAMES " {" TWIN_REGISTERS_##COUNT \
                      "}, " DESCRIPTORS ", accumulate, 1, 1;\n}"                                           \
                      : TWIN_ACCUMULATORS_##COUNT                                                          \
@@ -121,7 +122,8 @@ TWIN_WGMMA_FP8(128, 256, "%128, %129", "%130")
 // The same for 16-bit operands, K = 16. kTransposeA, kTransposeB: the operand is MN-major in shared memory.
 #define TWIN_WGMMA_16_CASE(COUNT, N, TYPE, NAMES, DESCRIPTORS, SCALE_D, TRANSPOSE)                        \
     if constexpr (same_type<T, TYPE>)                                                                     \
-        asm volatile("{\n .reg .pred accumulate;\n setp.ne.b32 accumulate, " SCALE_D ", 0;\n"             \
+        asm volatile("{\n .reg .pred accumulate;\n setp.ne.b32 accumulate, " SCALE_D                      \
+                     ", 0;\n"                                                                             \
                      " wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." NAMES " {" TWIN_REGISTERS_##COUNT \
                      "}, " DESCRIPTORS ", accumulate, 1, 1, " TRANSPOSE ";\n}"                            \
                      : TWIN_ACCUMULATORS_##COUNT                                                          \

@@ -17,10 +17,10 @@ namespace twin {
 // D = A B^T + (scale_d ? D : 0), K = 16. kTransposeB: B is MN-major in shared memory.
 #define TWIN_WGMMA_REGISTERS_CASE(COUNT, N, TYPE, NAMES, A_REGISTERS, B_DESCRIPTOR, SCALE_D, TRANSPOSE_B) \
     if constexpr (same_type<T, TYPE>)                                                                     \
-        asm volatile("{\n .reg .pred accumulate;\n setp.ne.b32 accumulate, " SCALE_D ", 0;\n"             \
+        asm volatile("{\n .reg .pred accumulate;\n setp.ne.b32 accumulate, " SCALE_D                      \
+                     ", 0;\n"                                                                             \
                      " wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." NAMES " {" TWIN_REGISTERS_##COUNT \
-                     "}, {" A_REGISTERS "}, " B_DESCRIPTOR                                                \
-                     ", accumulate, 1, 1, " TRANSPOSE_B ";\n}"                                            \
+                     "}, {" A_REGISTERS "}, " B_DESCRIPTOR ", accumulate, 1, 1, " TRANSPOSE_B ";\n}"      \
                      : TWIN_ACCUMULATORS_##COUNT                                                          \
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(scale_d), "n"(kTransposeB) \
                      : "memory");
@@ -39,10 +39,10 @@ TWIN_WGMMA_REGISTERS(128, 256, "%128, %129, %130, %131", "%132", "%133", "%134")
 #define TWIN_WGMMA_REGISTERS_FP8(COUNT, N, A_REGISTERS, B_DESCRIPTOR, SCALE_D)                                 \
     __device__ __forceinline__ void wgmma_k32(float (&d)[COUNT], const unsigned (&a)[4], unsigned long long b, \
                                               int scale_d) {                                                   \
-        asm volatile("{\n .reg .pred accumulate;\n setp.ne.b32 accumulate, " SCALE_D ", 0;\n"                 \
-                     " wgmma.mma_async.sync.aligned.m64n" #N                                                   \
-                     "k32.f32.e4m3.e4m3 {" TWIN_REGISTERS_##COUNT "}, {" A_REGISTERS "}, " B_DESCRIPTOR        \
-                     ", accumulate, 1, 1;\n}"                                                                  \
+        asm volatile("{\n .reg .pred accumulate;\n setp.ne.b32 accumulate, " SCALE_D                           \
+                     ", 0;\n"                                                                                  \
+                     " wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" TWIN_REGISTERS_##COUNT      \
+                     "}, {" A_REGISTERS "}, " B_DESCRIPTOR ", accumulate, 1, 1;\n}"                            \
                      : TWIN_ACCUMULATORS_##COUNT                                                               \
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(scale_d)                        \
                      : "memory");                                                                              \
