@@ -16,8 +16,8 @@ using namespace twin;
 
 constexpr int kRunRows = 16;
 constexpr int kRuns = 16;
-constexpr int kThreads = kColumns * kRuns;
 constexpr int kColumns = 32;
+constexpr int kThreads = kColumns * kRuns;
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     norm_total(const float* __restrict__ partial, wide_t* __restrict__ out0, wide_t* __restrict__ out1, int blocks,
