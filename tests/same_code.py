@@ -25,6 +25,7 @@ import argparse
 import datetime
 import functools
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -104,8 +105,8 @@ def words(texts: Mapping[str, str], code_of: Callable[[str], str]) -> str | None
     for line in lines:
         read = list(_WORD.finditer(line))
         if line.lstrip().startswith("#"):  # of a macro it matters whether there is a blank before a parenthesis
-            pairs = zip(read, read[1:], strict=False)
-            found.append(read[0][0] + "".join(" " * (a.end() < b.start()) + b[0] for a, b in pairs))
+            parts = (" " * (a.end() < b.start()) + b[0] for a, b in itertools.pairwise(read))
+            found.append(read[0][0] + "".join(parts))
         else:
             found += [word[0] for word in read]
     return "\n".join(found)
@@ -364,7 +365,8 @@ def links(found: dict[str, Any], commits: Sequence[str]) -> list[dict[str, Any]]
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     return [
         {
-            **{name: row[name] for name in ("kernel", "from", "configurations", "equal_sources", "equal_ptx", "cubins")},
+            **{name: row[name] for name in ("kernel", "from", "configurations")},
+            **{name: row[name] for name in ("equal_sources", "equal_ptx", "cubins")},
             "now": row["now"][0],
             "to": row["to"][0],
             "date": date,
