@@ -289,8 +289,7 @@ class DotProductAttention(OfCoreAttention, ContextGroup, FP8Attention):
         masked = (kind, core.window, mask)
         options.check("DotProductAttention", MASK_NAMES, self, *masked, shape, tokens, x.dtype, x.device)
         self.refuse_in_fp8("DotProductAttention", x.dtype, options.bias.given, inference_params is not None)
-        runs_in_fp8 = x.dtype != torch.float32 and self.attends_in_fp8()
-        fp8 = context_of(self, x.dtype, x.device) if runs_in_fp8 else None
+        fp8 = context_of(self, x.dtype, x.device) if x.dtype != torch.float32 else None
         by_torch = x.dtype == torch.float32 or core.backend == "cudnn"
         cached = maps = None
         if inference_params is not None:

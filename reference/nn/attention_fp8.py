@@ -159,7 +159,7 @@ class FP8Attention(TransformerEngineBaseModule):
     def attends_in_fp8(self, run: Run | None = None) -> bool:
         """Whether a forward would use, or calibrate, the FP8 state; `run` is None where nobody has asked yet."""
         run = current_run() if run is None else run
-        if run.plain and not (self.fp8 or self.runs_in(self.own_recipe or run.state.recipe)):
+        if run.plain and not (self.fp8 or (self.own_recipe or run.state.recipe).fp8_dpa):
             return False  # the rule, without the calls below
         state = self.run_settings(run)
         if not run.compiling and self.fp8 and not state.enabled:  # a compiler would guard the attribute

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from reference.arguments import MASK_TYPES, check_arguments
-from reference.autocast import current
 from reference.nn import attention_block, checks
 from reference.nn.attention import DotProductAttention
 from reference.nn.attention_bias import Bias
@@ -30,6 +29,7 @@ from reference.nn.one_rank import ContextGroup, TensorGroup
 from reference.nn.packing import maps_of
 from reference.nn.parameters import DeviceDefault, InitMethod
 from reference.nn.rotated import rotated
+from reference.recompute import current_run
 
 
 class MultiheadAttention(OfAttention, TensorGroup, ContextGroup, DeviceDefault, torch.nn.Module):
@@ -271,13 +271,14 @@ class MultiheadAttention(OfAttention, TensorGroup, ContextGroup, DeviceDefault, 
             options = options._replace(lengths=with_longest("MultiheadAttention", options.lengths))
         arguments = (hidden_states, encoder_output, attention_mask, kind, window, rotary_pos_emb)
         self.check("MultiheadAttention", *arguments, options=options)
-        if current().enabled and not checks.has_run_in_fp8(self._modules["proj"]):
+        run = current_run()
+        if run.state.enabled and not checks.has_run_in_fp8(self._modules["proj"]):
             checks.check_fp8_sizes(*self._modules.values())
         returns_norm = self.return_layernorm_output and self.input_layernorm
         dtype = checks.activation_dtype(hidden_states)
         if is_block(self, dtype, checkpoint_core_attention):
             more: dict[str, Any] = {"source": encoder_output, "angles": rotary_pos_emb, "window": window}
-            more |= {"recomputes": checkpoint_core_attention, "options": options}
+            more |= {"recomputes": checkpoint_core_attention, "options": options, "run": run}
             first_ones = (hidden_states, attention_mask, kind, None, is_first_microbatch)
             plan, context, tensors = prepared(self, dtype, *first_ones, **more)
             found = differentiable(attention_block.forward, attention_block.backward, plan, context, *tensors)
