@@ -110,14 +110,14 @@ def forward(
     queries, _ = _quantized(of_q, q, plan.sequence_first, False)
     keys, _ = _quantized(of_k, k, keys_first, False)
     seen, seen_t = _quantized(of_v, v, keys_first, fp8)
-    codes = (queries.codes, keys.codes, seen.codes)
+    of_qk, codes = (queries.codes, keys.codes), (queries.codes, keys.codes, seen.codes)
     state_before = before(state)
     scales: Any = ()
     if seen_t is None:
         out, m, inv = twin.attention(*codes, *plan.core.options(mask, state))
     else:
         scales = (queries.scales, keys.scales, seen.scales)
-        operands = (*codes[:2], seen_t.codes, *scales)
+        operands = (*of_qk, seen_t.codes, *scales)
         out, m, inv = twin.attention_fp8(*operands, *plan.core.options(mask, state).of_fp8, q.dtype)
     # A view must not be returned.
     return torch.ops.aten._unsafe_view(plan.in_order(out), q.shape), Saved(*codes, scales, out, m, inv, state_before)

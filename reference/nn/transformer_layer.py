@@ -315,8 +315,8 @@ class TransformerLayer(OfTransformerLayer, TensorGroup, ContextGroup, DeviceDefa
             drop_path.draw(hidden_states.device)
         attention, mlp = self.self_attention, self.layernorm_mlp
         if self.parallel_attention_mlp:
-            given = (is_first_microbatch, None, rotary_pos_emb, checkpoint_core_attention, window, options.of_self())
-            return self._both(hidden_states, attention_mask, mask_type, dropout, *given, run)
+            given = (is_first_microbatch, rotary_pos_emb, checkpoint_core_attention, window, options.of_self(), run)
+            return self._both(hidden_states, attention_mask, mask_type, dropout, *given)
         first = (attention_mask, mask_type, dropout, is_first_microbatch, None, rotary_pos_emb)
         more = (checkpoint_core_attention, window)
         post = self.apply_residual_connection_post_layernorm
@@ -327,8 +327,9 @@ class TransformerLayer(OfTransformerLayer, TensorGroup, ContextGroup, DeviceDefa
             and blocks.is_small(self.elements, hidden_states, run)
             and blocks.is_attention_block(attention, post and not self.output_layernorm, checkpoint_core_attention)
         ):
-            of_layer = (*more, options.of_self(), drop_path, run)
-            return self._ended(blocks.run_layer(attention, mlp, hidden_states, *first, *of_layer))
+            of_layer = (attention_mask, mask_type, dropout, is_first_microbatch, rotary_pos_emb)
+            more_of_it = (*more, options.of_self(), drop_path, run)
+            return self._ended(blocks.run_layer(attention, mlp, hidden_states, *of_layer, *more_of_it))
         hidden = self._attend(attention, hidden_states, *first, *more, options.of_self(), run)
         if self.layer_type == "decoder":
             second = (enc_dec_attn_mask, cross_type, dropout, is_first_microbatch, encoder_output, rotary_pos_emb)
@@ -342,18 +343,34 @@ class TransformerLayer(OfTransformerLayer, TensorGroup, ContextGroup, DeviceDefa
         """The layer's output, of the last half's."""
         return self.layernorm(out) if self.output_layernorm else out
 
-    def _both(self, x: torch.Tensor, mask: Mask, mask_type: str, dropout: blocks.Dropout, *given: Any) -> torch.Tensor:
+    def _both(
+        self,
+        x: torch.Tensor,
+        mask: Mask,
+        mask_type: str,
+        dropout: blocks.Dropout,
+        is_first_microbatch: bool | None,
+        angles: Any,
+        recomputes: bool,
+        window: checks.Window,
+        options: Options,
+        run: Run,
+    ) -> torch.Tensor:
         """x + dropout(attention(norm(x)) + mlp(norm(x)))."""
+        more = (angles, recomputes, window, options)
         attention, mlp = self.self_attention, self.layernorm_mlp
         if (
             x.dtype != torch.float32
-            and blocks.is_attention_block(attention, False, given[3])
+            and blocks.is_attention_block(attention, False, recomputes)
             and blocks.is_mlp_block(mlp, False)
         ):
-            drop_path, run = self.drop_path if self.training else None, given[-1]
-            return blocks.run_both(attention, mlp, x, mask, mask_type, dropout, *given[:-1], drop_path, run)
+            drop_path = self.drop_path if self.training else None
+            first = (mask, mask_type, dropout, is_first_microbatch)
+            return blocks.run_both(attention, mlp, x, *first, *more, drop_path, run)
         read = rounded_gradient(x)
-        both = blocks.run_module(attention, read, mask, mask_type, *given[:-1]) + mlp(read, given[0])
+        both = blocks.run_module(attention, read, mask, mask_type, is_first_microbatch, None, *more) + mlp(
+            read, is_first_microbatch
+        )
         return self._add((both, None), x, dropout, normed=True)
 
     def _attend(
