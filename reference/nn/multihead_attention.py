@@ -4,6 +4,7 @@ Source: Transformer Engine's `pytorch/attention/multi_head_attention.py`.
 """
 
 from collections.abc import Callable
+from operator import is_not
 from typing import Any
 
 import torch
@@ -11,9 +12,8 @@ import torch
 from reference.arguments import MASK_TYPES, check_arguments
 from reference.nn import attention_block, checks
 from reference.nn.attention import DotProductAttention
-from reference.nn.attention_bias import Bias
-from reference.nn.attention_lengths import Lengths, with_longest
-from reference.nn.attention_options import NO_OPTIONS, Options
+from reference.nn.attention_lengths import with_longest
+from reference.nn.attention_options import NO_OPTIONS, Options, defaults_of
 from reference.nn.attention_prepared import is_block, prepared
 from reference.nn.attributes import OfAttention
 from reference.nn.autograd import differentiable, wanted
@@ -232,34 +232,26 @@ class MultiheadAttention(OfAttention, TensorGroup, ContextGroup, DeviceDefault, 
             the projection; with `return_bias` its bias after it, with `return_layernorm_output` the norm's output last.
         """
         options = NO_OPTIONS if inference_params is None else Options(inference=inference_params)
-        if not (
-            bottom_right_diagonal is core_attention_bias is alibi_slopes is None
-            and cu_seqlens_q is cu_seqlens_kv is cu_seqlens_q_padded is cu_seqlens_kv_padded is max_seqlen_q is None
-            and max_seqlen_kv is pad_between_seqs is thd_attention_policies is softcap is None
-            and type(core_attention_bias_type) is type(thd_attention_policy_dispatch) is str
-            and (core_attention_bias_type, thd_attention_policy_dispatch) == ("no_bias", "auto")
-            and fast_zero_fill is True
-            and type(checkpoint_core_attention) is bool
-            and (is_first_microbatch is None or type(is_first_microbatch) is bool)
+        extras = (
+            core_attention_bias_type, core_attention_bias, alibi_slopes,
+            cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded,
+            max_seqlen_q, max_seqlen_kv, pad_between_seqs,
+            bottom_right_diagonal, fast_zero_fill, softcap, thd_attention_policies, thd_attention_policy_dispatch,
+        )  # fmt: skip
+        if (
+            any(map(is_not, extras, _DEFAULTS.values()))
+            or type(checkpoint_core_attention) is not bool
+            or not (is_first_microbatch is None or type(is_first_microbatch) is bool)
         ):
-            six = (cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv)
-            bias = Bias(core_attention_bias_type, core_attention_bias, alibi_slopes)
             options = Options.checked(
                 "MultiheadAttention",
                 self.qkv_format,
-                bias,
-                Lengths(*six),
                 inference_params,
+                dict(zip(_DEFAULTS, extras, strict=True)),
                 attn_mask_type=attn_mask_type,
                 window_size=window_size,
                 is_first_microbatch=is_first_microbatch,
-                bottom_right_diagonal=bottom_right_diagonal,
-                softcap=softcap,
                 checkpoint_core_attention=checkpoint_core_attention,
-                fast_zero_fill=fast_zero_fill,
-                pad_between_seqs=pad_between_seqs,
-                thd_attention_policies=thd_attention_policies,
-                thd_attention_policy_dispatch=thd_attention_policy_dispatch,
             )
         if inference_params is not None and torch.is_grad_enabled():
             given = (hidden_states, attention_mask, encoder_output, attn_mask_type, window_size)
@@ -391,3 +383,12 @@ class MultiheadAttention(OfAttention, TensorGroup, ContextGroup, DeviceDefault, 
         """The layout of q (if `queries` per group > 0), k and v in a projection of this layer."""
         parts = (queries, 1, 1) if queries else (1, 1)
         return Heads(parts, self.num_gqa_groups, self.channels, self.interleaved)
+
+
+_DEFAULTS = defaults_of(
+    MultiheadAttention.forward,
+    "core_attention_bias_type core_attention_bias alibi_slopes "
+    "cu_seqlens_q cu_seqlens_kv cu_seqlens_q_padded cu_seqlens_kv_padded "
+    "max_seqlen_q max_seqlen_kv pad_between_seqs "
+    "bottom_right_diagonal fast_zero_fill softcap thd_attention_policies thd_attention_policy_dispatch",
+)

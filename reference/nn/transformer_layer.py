@@ -16,14 +16,14 @@ end. Source: Transformer Engine's `pytorch/transformer.py`.
 """
 
 from collections.abc import Callable
+from operator import is_not
 from typing import Any
 
 import torch
 
 from reference.nn import blocks, checks
-from reference.nn.attention_bias import Bias
-from reference.nn.attention_lengths import Lengths, with_longest
-from reference.nn.attention_options import NO_OPTIONS, Options
+from reference.nn.attention_lengths import with_longest
+from reference.nn.attention_options import NO_OPTIONS, Options, defaults_of
 from reference.nn.attributes import OfTransformerLayer
 from reference.nn.autograd import rounded_gradient
 from reference.nn.cached import ended
@@ -256,38 +256,28 @@ class TransformerLayer(OfTransformerLayer, TensorGroup, ContextGroup, DeviceDefa
             a tensor like hidden_states.
         """
         options = NO_OPTIONS if inference_params is None else Options(inference=inference_params)
-        if not (
-            bottom_right_diagonal is core_attention_bias is alibi_slopes is None
-            and enc_dec_window_size is enc_dec_bottom_right_diagonal is pad_between_seqs is softcap is None
-            and cu_seqlens_q is cu_seqlens_kv is cu_seqlens_q_padded is cu_seqlens_kv_padded is max_seqlen_q is None
-            and max_seqlen_kv is thd_attention_policies is None
-            and type(core_attention_bias_type) is type(thd_attention_policy_dispatch) is str
-            and (core_attention_bias_type, thd_attention_policy_dispatch) == ("no_bias", "auto")
-            and fast_zero_fill is True
-            and type(checkpoint_core_attention) is bool
-            and (is_first_microbatch is None or type(is_first_microbatch) is bool)
+        extras = (
+            core_attention_bias_type, core_attention_bias, alibi_slopes,
+            cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded,
+            max_seqlen_q, max_seqlen_kv, pad_between_seqs,
+            bottom_right_diagonal, enc_dec_bottom_right_diagonal, enc_dec_window_size,
+            fast_zero_fill, softcap, thd_attention_policies, thd_attention_policy_dispatch,
+        )  # fmt: skip
+        if (
+            any(map(is_not, extras, _DEFAULTS.values()))
+            or type(checkpoint_core_attention) is not bool
+            or not (is_first_microbatch is None or type(is_first_microbatch) is bool)
         ):
-            six = (cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv)
-            bias = Bias(core_attention_bias_type, core_attention_bias, alibi_slopes)
             options = Options.checked(
                 "TransformerLayer",
                 self.attn_input_format,
-                bias,
-                Lengths(*six),
                 inference_params,
+                dict(zip(_DEFAULTS, extras, strict=True)),
                 self_attn_mask_type=self_attn_mask_type,
                 window_size=window_size,
                 enc_dec_attn_mask_type=enc_dec_attn_mask_type,
-                enc_dec_window_size=enc_dec_window_size,
-                enc_dec_bottom_right_diagonal=enc_dec_bottom_right_diagonal,
                 is_first_microbatch=is_first_microbatch,
-                bottom_right_diagonal=bottom_right_diagonal,
-                softcap=softcap,
                 checkpoint_core_attention=checkpoint_core_attention,
-                fast_zero_fill=fast_zero_fill,
-                pad_between_seqs=pad_between_seqs,
-                thd_attention_policies=thd_attention_policies,
-                thd_attention_policy_dispatch=thd_attention_policy_dispatch,
             )
         if inference_params is not None and torch.is_grad_enabled():
             of_self = (hidden_states, attention_mask, self_attn_mask_type, window_size, bottom_right_diagonal)
@@ -410,3 +400,13 @@ class TransformerLayer(OfTransformerLayer, TensorGroup, ContextGroup, DeviceDefa
             y = self.drop_path(bias_dropout_add(y, bias, None, *dropout))
             return bias_dropout_add(y, None, residual, 0.0, None)  # an op: a compiler would add what is not rounded yet
         return bias_dropout_add(y, bias, residual, *dropout)
+
+
+_DEFAULTS = defaults_of(
+    TransformerLayer.forward,
+    "core_attention_bias_type core_attention_bias alibi_slopes "
+    "cu_seqlens_q cu_seqlens_kv cu_seqlens_q_padded cu_seqlens_kv_padded "
+    "max_seqlen_q max_seqlen_kv pad_between_seqs "
+    "bottom_right_diagonal enc_dec_bottom_right_diagonal enc_dec_window_size "
+    "fast_zero_fill softcap thd_attention_policies thd_attention_policy_dispatch",
+)
