@@ -96,4 +96,4 @@ class Roles(NamedTuple):
 
 def columns_of_parts(weights: Sequence[str]) -> dict[str, int]:
     """The columns of a weight's parts, if each has a scale of its own."""
-    return {name: len(FORWARD_TENSORS) * i + FORWARD_TENSORS.index("weight") for i, name in enumerate(weights)}
+    return {name: linear_map("", name, i).weight.column for i, name in enumerate(weights)}

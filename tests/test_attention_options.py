@@ -1,5 +1,6 @@
 """`DotProductAttention`'s packed inputs, `return_max_logit` and `pad_between_seqs`."""
 
+import inspect
 import math
 from typing import Any
 
@@ -9,6 +10,9 @@ from conftest import assert_same_bits
 from linears import numbers
 
 import reference as te
+from reference.arguments import OFF
+from reference.nn import attention, attention_bias, attention_lengths, multihead_attention, transformer_layer
+from reference.nn.attention_options import Options
 
 BF16 = torch.bfloat16
 HEADS, CHANNELS = 4, 16
@@ -196,3 +200,45 @@ def test_the_largest_logits_on_a_gpu(case: str) -> None:
         results.append(layer(*[t.to(device) for t in tensors]))
     for a, b in zip(*results, strict=True):
         assert_same_bits(a, b.cpu())
+
+
+FORWARDS: dict[str, tuple[dict[str, Any], Any, tuple[int, ...]]] = {
+    "DotProductAttention": (attention._DEFAULTS, lambda: te.DotProductAttention(2, 16), (4, 1, 2, 16)),
+    "MultiheadAttention": (multihead_attention._DEFAULTS, lambda: te.MultiheadAttention(32, 2), (4, 1, 32)),
+    "TransformerLayer": (transformer_layer._DEFAULTS, lambda: te.TransformerLayer(32, 64, 2), (4, 1, 32)),
+}
+
+
+class Checked(Exception):
+    """What a forward wanted to have checked."""
+
+
+@pytest.mark.parametrize("name", FORWARDS)
+def test_what_is_off_by_default_is_checked_once_one_differs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that gives none of it checks none of it; what one differs is handed on under its own name."""
+
+    def checked(layer: str, layout: str, inference: Any, given: dict[str, Any], **more: Any) -> None:
+        raise Checked(given)
+
+    monkeypatch.setattr(Options, "checked", staticmethod(checked))
+    defaults, made, shape = FORWARDS[name]
+    layer, x = made(), torch.ones(shape)
+    given = (x, x, x) if name == "DotProductAttention" else (x,)
+    layer(*given)
+    layer(*given, **defaults)
+    for argument in defaults:
+        marker = object()
+        with pytest.raises(Checked) as seen:
+            layer(*given, **{argument: marker})
+        assert seen.value.args == ({**defaults, argument: marker},)
+
+
+@pytest.mark.parametrize("name", FORWARDS)
+def test_every_argument_that_is_off_by_default_is_among_them(name: str) -> None:
+    defaults, made, _ = FORWARDS[name]
+    parameters = inspect.signature(made().forward).parameters
+    assert {one for one in parameters if one in (*OFF, *attention_bias.NAMES, *attention_lengths.NAMES)} <= set(
+        defaults
+    )
+    assert defaults == {one: parameters[one].default for one in defaults}
+    assert all(default in OFF.get(one, (default,)) for one, default in defaults.items())

@@ -7,7 +7,7 @@ import torch
 
 import reference as te
 from reference import recompute
-from reference.nn import attention_fp8, blocks, transformer_layer
+from reference.nn import attention_fp8, blocks, core_call, multihead_attention, transformer_layer
 from reference.recipes import delayed_scaling
 from reference.scaling import FP8TensorMeta
 
@@ -296,16 +296,22 @@ def test_recipe_must_be_a_recipe() -> None:
         te.autocast(recipe="hybrid")  # type: ignore[arg-type]
 
 
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What layers were told of where they run, each time that they asked."""
+    told: list[Any] = []
+    usual = recompute.current_run
+    for module in (recompute, attention_fp8, core_call, multihead_attention, transformer_layer):
+        monkeypatch.setattr(module, "current_run", lambda: told.append(usual()) or told[-1])
+    return told
+
+
 @pytest.mark.parametrize("small", [0, blocks.SMALL], ids=["two pairs", "one pair"])
 @pytest.mark.parametrize("enabled", [False, True])
 def test_a_transformer_layer_asks_once_where_it_runs(
-    small: int, enabled: bool, monkeypatch: pytest.MonkeyPatch
+    small: int, enabled: bool, asked: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(blocks, "SMALL", small)
-    asked: list[Any] = []
-    usual = recompute.current_run
-    for module in (recompute, attention_fp8, transformer_layer):
-        monkeypatch.setattr(module, "current_run", lambda: asked.append(usual()) or asked[-1])
     whole = te.TransformerLayer(32, 64, 2, hidden_dropout=0.0, attention_dropout=0.0, params_dtype=torch.bfloat16)
     te.recipe.by_layer(whole, {"layernorm_mlp": te.recipe.Float8CurrentScaling()})
     for _ in range(2):
@@ -314,6 +320,20 @@ def test_a_transformer_layer_asks_once_where_it_runs(
     assert [one.state.enabled for one in asked] == [enabled] * 2
     found = [one.fp8_meta.get("recipe") for one in (whole.self_attention.proj, whole.layernorm_mlp)]
     assert found == ([RECIPE, te.recipe.Float8CurrentScaling()] if enabled else [None, None])
+
+
+@pytest.mark.parametrize("recipe", [None, RECIPE, te.recipe.DelayedScaling(fp8_dpa=True)], ids=["bf16", "fp8", "dpa"])
+def test_attention_by_itself_asks_once_where_it_runs(recipe: Any, asked: list[Any]) -> None:
+    settings: dict[str, Any] = {"attention_dropout": 0.0}
+    core = te.DotProductAttention(2, 16, **settings)
+    whole = te.MultiheadAttention(32, 2, params_dtype=torch.bfloat16, **settings)
+    q = torch.ones(4, 1, 2, 16, dtype=torch.bfloat16)
+    with te.autocast(enabled=recipe is not None, recipe=recipe):
+        core(q, q, q)
+        assert len(asked) == 1
+        whole(torch.ones(4, 1, 32, dtype=torch.bfloat16))
+    assert len(asked) == 2
+    assert core.fp8 == whole.core_attention.fp8 == getattr(recipe, "fp8_dpa", False)
 
 
 CHANGES: dict[str, Any] = {

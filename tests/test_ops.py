@@ -13,8 +13,9 @@ from torch.utils._pytree import tree_map_only
 import optimized  # noqa: F401  (registers the CUDA kernels)
 from optimized import measure
 from optimized.recordings import cases
-from optimized.recordings.calls import Call, tensors_in
+from optimized.recordings.calls import Call
 from reference.ops import library
+from reference.recorded_step.ops import tensors_of
 
 NOTHING = ((0, 16), (16, 0), (1, 0), (0, 0))
 SMALL = 1 << 13  # numbers in a call's arguments, for the simulator
@@ -39,14 +40,14 @@ def test_a_call_gives_the_same_twice_and_changes_what_it_says(name: str) -> None
         results = call.run()
         torch.full((1 << 16,), torch.nan)
         others = call._replace(args=again).run()
-        for a, b in zip(tensors_in([results, call.args]), tensors_in([others, again]), strict=True):
+        for a, b in zip(tensors_of([results, call.args]), tensors_of([others, again]), strict=True):
             assert_same_bits(a, b, call.name)
         may_change = changed(call)
         for i, (now, then) in enumerate(zip(call.args, before, strict=True)):
             if i not in may_change:
-                for a, b in zip(tensors_in(now), tensors_in(then), strict=True):
+                for a, b in zip(tensors_of(now), tensors_of(then), strict=True):
                     assert_same_bits(a, b, f"{call.name} changed argument {i}")
-        for a, b in zip(tensors_in(told), tensors_in(results), strict=True):
+        for a, b in zip(tensors_of(told), tensors_of(results), strict=True):
             assert (a.shape, a.dtype) == (b.shape, b.dtype), call.name
 
 
@@ -58,14 +59,14 @@ def test_cuda_gives_the_words_of_the_cpu(name: str, device: torch.device, is_sim
     seed = 0 if is_simulated else int(torch.randint(1 << 20, ()))
     calls = list(enumerate(drawn(name, seed)))
     if is_simulated:
-        small = [one for one in calls if 0 < sum(x.numel() for x in tensors_in(one[1].args)) <= SMALL]
+        small = [one for one in calls if 0 < sum(x.numel() for x in tensors_of(one[1].args)) <= SMALL]
         random.Random(name).shuffle(small)
         calls = list({call.name: (i, call) for i, call in small}.values())  # one of each op
     for i, here in calls:
         there = moved(here, device)
         torch.full((1 << 20,), torch.nan, device=device)  # what the allocator hands out next
         found, expected = there.run(), here.run()
-        for a, b in zip(tensors_in([found, there.args]), tensors_in([expected, here.args]), strict=True):
+        for a, b in zip(tensors_of([found, there.args]), tensors_of([expected, here.args]), strict=True):
             assert_same_bits(a, b, f"{name}, call {i}: {here.name}, seed {seed}")
 
 
@@ -79,7 +80,7 @@ def check_nothing(name: str, device: torch.device | str) -> None:
                 refused = str(error)
                 assert re.match(r"twin::\w+: .*(1 to \d+ c|1 to \d+ columns;)", refused), refused
                 continue
-            for x in tensors_in([results, call.args]):
+            for x in tensors_of([results, call.args]):
                 wide = x.float() if x.is_floating_point() else x
                 assert not bool(wide.isnan().any()), f"{call.name} of {rows}, {cols}: {x}"
 

@@ -19,7 +19,7 @@ STEPS = 10
 
 @pytest.mark.parametrize(
     ("fp8", "anew", "most"),
-    [(False, False, 126), (True, False, 179), (True, True, 182)],
+    [(False, False, 111), (True, False, 168), (True, True, 171)],
     ids=["bf16", "fp8", "a recipe made anew"],
 )
 def test_a_replayed_step_makes_few_calls(fp8: bool, anew: bool, most: int) -> None:

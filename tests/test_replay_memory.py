@@ -2,6 +2,8 @@
 
 import torch
 from conftest import assert_same_bits
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from optimized.replay import watch
 from optimized.replay.memory import Place, TensorRef, place_of, tensors_of
@@ -50,3 +52,29 @@ def test_what_cudnns_attention_draws_is_read_later() -> None:
     assert watch._read_later(forward, without) == (0, 1)
     assert watch.TorchOp(forward, without, {}, {}).capturable
     assert watch.TorchOutOp(torch.ops.aten.cat.out, [], TensorRef.of(torch.empty(3))).capturable
+
+
+def test_what_is_called_a_view_of_views_is_composite() -> None:
+    """Of any other op the dispatcher says whether it is a view: an entry would have no effect."""
+    for op in watch._VIEWS_OF_VIEWS:
+        assert op.is_view
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    sizes=st.lists(st.sampled_from([0, 1, 2, 6]), min_size=1, max_size=4),
+    steps=st.lists(st.integers(0, 7), min_size=4, max_size=4),
+    data=st.data(),
+)
+def test_in_inference_mode_what_splits_a_tensor_is_a_view(
+    sizes: list[int], steps: list[int], data: st.DataObject
+) -> None:
+    """Whatever its strides, so that a tape may take it: the ops that `Heads.split` is made of, and their like."""
+    dim = data.draw(st.integers(-len(sizes), len(sizes) - 1))
+    with torch.inference_mode(), watch.Watch() as seen:
+        x = torch.empty(8 * 6 * 4, dtype=torch.uint8).as_strided(sizes, steps[: len(sizes)])
+        views = [x.unflatten(dim, (sizes[dim], 1)), *x.split(2, dim), *x.split([sizes[dim], 0], dim)]
+        views += [x.select(dim, i) for i in range(sizes[dim])]
+        assert all(torch._C._is_alias_of(x, view) for view in views)  # type: ignore[attr-defined]
+    assert seen.usable

@@ -154,7 +154,10 @@ def describe(name: str, args: Any, out: Any, causal: bool) -> dict[str, Any]:
     size = sum(tensor.numel() * tensor.element_size() for tensor in tensors + written)
     found: dict[str, Any] = {"op": name, "sizes": "", "bytes": size, "flop": 0, "bound": "memory"}
     if "attention" in name:
-        q, k = tensors[1:3] if "backward" in name else tensors[:2]
+        if "backward" in name:
+            _, q, k, *_ = tensors
+        else:
+            q, k, *_ = tensors
         b, h, sq, d = q.shape
         found |= {"bound": "attention", "sizes": f"{b}×{h}×{sq}×{k.shape[2]}×{d}"}
         found["flop"] = (10 if "backward" in name else 4) * b * h * sq * k.shape[2] * d // (2 if causal else 1)

@@ -159,5 +159,6 @@ def activation_backward_cast_transpose_dbias(
 def run_backward_cast(out: Four, kind: str, grad: torch.Tensor, x: torch.Tensor, *scaling: *Scaling) -> None:
     """`activation_backward_cast_transpose_dbias` on checked arguments, into `out`."""
     partial = new_partial(x)
-    run_cast(out[:3], kind, grad, x, partial, *scaling)
-    add_blocks(partial, out[3])
+    q, q_t, scale_inv, dbias = out
+    run_cast((q, q_t, scale_inv), kind, grad, x, partial, *scaling)
+    add_blocks(partial, dbias)

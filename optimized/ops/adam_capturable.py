@@ -62,8 +62,8 @@ def adam_capturable(
     if not found:
         return
     moment = KINDS[exp_avgs[0].dtype]
-    given = (WIDE[grads[0].dtype], OWN if params[0].dtype == grads[0].dtype else MASTER, moment, moment)
-    for capacity, blocks, args in tables(_ROW, found, CAPACITIES, tiles(*given[1:]) * ELEMENTS_PER_BLOCK):
-        chosen = kernel("adam_states", *given, capacity)
+    kinds = (OWN if params[0].dtype == grads[0].dtype else MASTER, moment, moment)
+    for capacity, blocks, args in tables(_ROW, found, CAPACITIES, tiles(*kinds) * ELEMENTS_PER_BLOCK):
+        chosen = kernel("adam_states", WIDE[grads[0].dtype], *kinds, capacity)
         more = [numbers, 0, control.data_ptr(), np.int32(unscale)]
         launch.launch(chosen, (blocks,), (THREADS,), [*args, *more], device=grads[0].device.index)

@@ -90,17 +90,17 @@ def adam_states(
     if not found:
         return
     device, wide, param = grads[0].device, grads[0].dtype, params[0].dtype
-    kinds = {torch.int16: REMAINDER, wide: OWN, torch.float32: OWN if param == wide else MASTER}
-    kind = SCALED_MASTER if param_scales else kinds[param]
-    given = (WIDE[wide], kind, KINDS[exp_avgs[0].dtype], KINDS[exp_avg_sqs[0].dtype])
+    masters = {torch.int16: REMAINDER, wide: OWN, torch.float32: OWN if param == wide else MASTER}
+    master = SCALED_MASTER if param_scales else masters[param]
+    kinds = (master, KINDS[exp_avgs[0].dtype], KINDS[exp_avg_sqs[0].dtype])
     numbers = scalars(lr, beta1, beta2, eps, weight_decay, correction1, correction2, decoupled)
     scaled = bool(param_scales) or exp_avgs[0].dtype in RANGES or exp_avg_sqs[0].dtype in RANGES
     amaxes = torch.zeros(3 * len(found), dtype=torch.float32, device=device) if scaled else None
     address = 0 if amaxes is None else amaxes.data_ptr()
-    for capacity, blocks, args in tables(_ROW, found, CAPACITIES, tiles(*given[1:]) * ELEMENTS_PER_BLOCK):
+    for capacity, blocks, args in tables(_ROW, found, CAPACITIES, tiles(*kinds) * ELEMENTS_PER_BLOCK):
 
         def run(name: str, grid: int, *more: object) -> None:
-            chosen = kernel(name, *given, capacity)  # noqa: B023  (called in the same turn)
+            chosen = kernel(name, WIDE[wide], *kinds, capacity)  # noqa: B023  (called in the same turn)
             launch.launch(chosen, (grid,), (THREADS,), [*args, *more], device=device.index)  # noqa: B023
 
         if scaled:

@@ -40,7 +40,8 @@ def _dequantized(tensors: list[torch.Tensor], scale_invs: list[torch.Tensor], dt
     """The codes of three tensors as numbers of `dtype`, in one launch."""
     tensors = [dense(x) for x in tensors]
     out = [torch.empty_like(x, dtype=dtype) for x in tensors]
-    counts = [x.numel() // _CODES for x in tensors[:2]]
+    q, k, _ = tensors  # v has as many as k
+    counts = [x.numel() // _CODES for x in (q, k)]
     if max(counts):
         args = [x.data_ptr() for some in (tensors, scale_invs, out) for x in some] + counts
         blocks, index = -(-max(counts) // _THREADS), tensors[0].device.index

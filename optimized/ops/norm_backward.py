@@ -101,8 +101,8 @@ def norm_backward(
     sums = 2 if kind == "layernorm" else 1
     blocks = -(-rows // block_rows(rows))
     partial = torch.empty((sums, blocks, hidden), dtype=torch.float32, device=x.device)
-    inputs = (grad.data_ptr(), x.data_ptr(), weight.data_ptr(), mean.data_ptr(), rstd.data_ptr())
-    by_row = (*inputs, pointer(residual_grad), dx.data_ptr())
+    both, statistics = (grad.data_ptr(), x.data_ptr()), (mean.data_ptr(), rstd.data_ptr())
+    by_row = (*both, weight.data_ptr(), *statistics, pointer(residual_grad), dx.data_ptr())
     sizes = (np.int32(rows), np.int32(hidden), np.int32(block_rows(rows)))
     options = (np.int32(zero_centered), np.int32(WIDE[weight.dtype]))
     index = x.device.index
@@ -114,7 +114,7 @@ def norm_backward(
     elif rows:
         args = (*by_row, np.int32(hidden), *options)
         launch.launch(_any_kernel(x.dtype, kind, "rows"), (rows,), (_ANY_THREADS,), args, device=index)
-        args = (*inputs[:2], *inputs[3:], partial.data_ptr(), *sizes, np.int32(chains(hidden)))
+        args = (*both, *statistics, partial.data_ptr(), *sizes, np.int32(chains(hidden)))
         columns = (blocks * -(-hidden // _ANY_THREADS),)
         launch.launch(_any_kernel(x.dtype, kind, "columns"), columns, (_ANY_THREADS,), args, device=index)
     total = (partial.data_ptr(), dweight.data_ptr(), dbias.data_ptr(), np.int32(blocks), np.int32(hidden))

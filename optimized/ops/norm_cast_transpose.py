@@ -125,8 +125,9 @@ def norm_cast_transpose(
         # The rows are too long for registers: y goes through memory in fp32. The bits are the same, the traffic is
         # three times as much.
         y = x.new_empty(x.shape, dtype=torch.float32)
-        normalize((y, *out[3:]), x, weight, bias, eps, zero_centered, kind)
-        cast_transpose.run(out[:3], y, None, *scaling)
+        q, q_t, scale_inv, mean, rstd = out
+        normalize((y, mean, rstd), x, weight, bias, eps, zero_centered, kind)
+        cast_transpose.run((q, q_t, scale_inv), y, None, *scaling)
         return out
     x, weight, bias = aligned(x), aligned(weight), aligned(bias)
     scale, amax_history, column, dtype = scaling

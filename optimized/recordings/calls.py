@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from optimized.recordings.case import FP8, HALVES
 from reference import formats
+from reference.recorded_step.ops import tensors_of
 
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-WIDE, HALVES, FP8 = (FP32, BF16, FP16), (BF16, FP16), (E4M3, E5M2)
+(BF16, FP16), FP32 = HALVES, torch.float32
+E4M3, E5M2 = FP8
 SPECIAL = (0.0, -0.0, float("nan"), float("inf"), -float("inf"), 448.0, 464.0, -480.0, 57344.0, 2.0**-9, 1e-40)
 
 
@@ -42,7 +43,7 @@ class Call(NamedTuple):
 
     def run(self) -> Any:
         """What comes back."""
-        on_gpu = self.chosen is not None and any(x.is_cuda for x in tensors_in(self.args))
+        on_gpu = self.chosen is not None and any(x.is_cuda for x in tensors_of(self.args))
         return (self.chosen if on_gpu and self.chosen is not None else self.op)(*self.args)
 
 
@@ -128,13 +129,6 @@ class Inputs:
     def random_state(self) -> torch.Tensor:
         """Seed and offset of dropout."""
         return self.integers(2, below=1 << 20)
-
-
-def tensors_in(found: Any) -> list[torch.Tensor]:
-    """Every tensor of arguments or results, those in lists included."""
-    if isinstance(found, torch.Tensor):
-        return [found]
-    return [x for one in found or () for x in tensors_in(one)] if isinstance(found, (list, tuple)) else []
 
 
 Calls = Iterator[Call]

@@ -25,12 +25,9 @@ _ALLOCATIONS = {
 }
 _VIEWS = {aten._unsafe_view.default, aten.detach.default, aten.alias.default, aten._reshape_alias.default}
 
-# Composite ops, which a mode sees in inference mode alone, that are views whatever they are made of.
-_VIEWS_OF_VIEWS = {
-    *(aten.unflatten.int, aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default, aten.select.int),
-    *(aten.mT.default, aten.narrow.default, aten.movedim.int, aten.movedim.intlist, aten.swapaxes.default),
-}
-# In inference mode these come as they are, and say that they are views. Elsewhere a copy comes as `clone`.
+# Composite ops, which a mode sees in inference mode alone, say that they are views. Those that are, of every tensor:
+_VIEWS_OF_VIEWS = {aten.unflatten.int}
+# And those that may copy. Elsewhere their copy comes as `clone`.
 _MAY_COPY = {aten.reshape.default, aten.contiguous.default, aten.flatten.using_ints}
 
 # Ops of torch's that a tape may hold, and which of their results are read later.

@@ -8,6 +8,7 @@ with fp8_dpa=True the forward is in FP8 (`reference.nn.attention_fp8`). Source: 
 """
 
 from collections.abc import Callable
+from operator import is_not
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from reference.nn.attention_bias import Bias
 from reference.nn.attention_fp8 import FP8Attention
 from reference.nn.attention_lengths import Lengths, packed
 from reference.nn.attention_of_torch import cudnn_attention, torch_attention
-from reference.nn.attention_options import NO_OPTIONS, Options, unpacked
+from reference.nn.attention_options import NO_OPTIONS, Options, defaults_of, unpacked
 from reference.nn.attributes import OfCoreAttention
 from reference.nn.autograd import differentiable, wanted
 from reference.nn.cached import Cached, ended, entered
@@ -218,48 +219,28 @@ class DotProductAttention(OfCoreAttention, ContextGroup, FP8Attention):
             `[s, b, h·d]`, `[b, s, h·d]` or `[t, h·d]`, d of the values; with `return_max_logit` also `[h]`.
         """
         options = NO_OPTIONS if inference_params is None else Options(inference=inference_params)
-        if not (
-            cu_seqlens_q is cu_seqlens_kv is cu_seqlens_q_padded is cu_seqlens_kv_padded is max_seqlen_q is None
-            and max_seqlen_kv is bottom_right_diagonal is softcap is core_attention_bias is None
-            and alibi_slopes is pad_between_seqs is score_mod is score_mod_bprop is None
-            and score_mod_tensors is score_mod_bprop_tensors is qkv_layer is kv_layer is thd_attention_policies is None
-            and fast_zero_fill is True
-            and fp8_output is bf16_backward is False
-            and type(num_splits) is type(qkv_interleave_dim) is int
-            and (num_splits, qkv_interleave_dim) == (1, -3)
-            and type(core_attention_bias_type) is type(thd_attention_policy_dispatch) is str
-            and (core_attention_bias_type, thd_attention_policy_dispatch) == ("no_bias", "auto")
-            and type(checkpoint_core_attention) is bool
-            and qkv_format in (None, "sbhd", "bshd")  # "thd" comes with lengths
+        extras = (
+            core_attention_bias_type, core_attention_bias, alibi_slopes,
+            cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded,
+            max_seqlen_q, max_seqlen_kv, pad_between_seqs,
+            bottom_right_diagonal, fast_zero_fill, softcap, thd_attention_policies, thd_attention_policy_dispatch,
+            fp8_output, bf16_backward, num_splits, qkv_layer, kv_layer, qkv_interleave_dim,
+            score_mod, score_mod_bprop, score_mod_tensors, score_mod_bprop_tensors,
+        )  # fmt: skip
+        if (
+            any(map(is_not, extras, _DEFAULTS.values()))
+            or type(checkpoint_core_attention) is not bool
+            or qkv_format not in (None, "sbhd", "bshd")  # "thd" comes with lengths
         ):
-            six = (cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv)
-            bias = Bias(core_attention_bias_type, core_attention_bias, alibi_slopes)
             options = Options.checked(
                 "DotProductAttention",
                 self.qkv_format,
-                bias,
-                Lengths(*six),
                 inference_params,
+                dict(zip(_DEFAULTS, extras, strict=True)),
                 qkv_format=qkv_format,
-                bottom_right_diagonal=bottom_right_diagonal,
-                softcap=softcap,
-                checkpoint_core_attention=checkpoint_core_attention,
-                fast_zero_fill=fast_zero_fill,
-                pad_between_seqs=pad_between_seqs,
-                thd_attention_policies=thd_attention_policies,
-                thd_attention_policy_dispatch=thd_attention_policy_dispatch,
-                fp8_output=fp8_output,
-                bf16_backward=bf16_backward,
-                num_splits=num_splits,
-                score_mod=score_mod,
-                score_mod_bprop=score_mod_bprop,
-                score_mod_tensors=score_mod_tensors,
-                score_mod_bprop_tensors=score_mod_bprop_tensors,
-                qkv_layer=qkv_layer,
-                kv_layer=kv_layer,
-                qkv_interleave_dim=qkv_interleave_dim,
                 attn_mask_type=attn_mask_type,
                 window_size=window_size,
+                checkpoint_core_attention=checkpoint_core_attention,
             )
         layout = self.qkv_format if qkv_format is None else qkv_format
         kind = self.attn_mask_type if attn_mask_type is None else attn_mask_type
@@ -267,7 +248,7 @@ class DotProductAttention(OfCoreAttention, ContextGroup, FP8Attention):
         core = self.core_plan(kind, window_size)
         options.check_cache("DotProductAttention", layout)
         given: Any = (query_layer, key_layer, value_layer)
-        if qkv_layer is not None or kv_layer is not None or qkv_interleave_dim != -3:
+        if qkv_layer is not None or kv_layer is not None or qkv_interleave_dim != _DEFAULTS["qkv_interleave_dim"]:
             packed_by = (qkv_layer, kv_layer, qkv_interleave_dim)
             given = unpacked("DotProductAttention", given, *packed_by, layout, inference_params is not None)
         if inference_params is not None and torch.is_grad_enabled():
@@ -289,8 +270,7 @@ class DotProductAttention(OfCoreAttention, ContextGroup, FP8Attention):
         masked = (kind, core.window, mask)
         options.check("DotProductAttention", MASK_NAMES, self, *masked, shape, tokens, x.dtype, x.device)
         self.refuse_in_fp8("DotProductAttention", x.dtype, options.bias.given, inference_params is not None)
-        runs_in_fp8 = x.dtype != torch.float32 and self.attends_in_fp8()
-        fp8 = context_of(self, x.dtype, x.device) if runs_in_fp8 else None
+        fp8 = context_of(self, x.dtype, x.device) if x.dtype != torch.float32 else None
         by_torch = x.dtype == torch.float32 or core.backend == "cudnn"
         cached = maps = None
         if inference_params is not None:
@@ -377,3 +357,14 @@ class DotProductAttention(OfCoreAttention, ContextGroup, FP8Attention):
             return None
         self.generator.draw(inp.device)
         return self.generator.take()
+
+
+_DEFAULTS = defaults_of(
+    DotProductAttention.forward,
+    "core_attention_bias_type core_attention_bias alibi_slopes "
+    "cu_seqlens_q cu_seqlens_kv cu_seqlens_q_padded cu_seqlens_kv_padded "
+    "max_seqlen_q max_seqlen_kv pad_between_seqs "
+    "bottom_right_diagonal fast_zero_fill softcap thd_attention_policies thd_attention_policy_dispatch "
+    "fp8_output bf16_backward num_splits qkv_layer kv_layer qkv_interleave_dim "
+    "score_mod score_mod_bprop score_mod_tensors score_mod_bprop_tensors",
+)

@@ -27,9 +27,10 @@ class Bias(NamedTuple):
 
     def arguments(self) -> dict[str, Any]:
         """By a forward's names."""
-        return dict(zip(("core_attention_bias_type", "core_attention_bias", "alibi_slopes"), self, strict=True))
+        return dict(zip(NAMES, self, strict=True))
 
 
+NAMES = ("core_attention_bias_type", "core_attention_bias", "alibi_slopes")
 NO_BIAS = Bias()
 
 

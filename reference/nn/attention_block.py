@@ -65,6 +65,11 @@ class Given(NamedTuple):
     k_norm_weight: Any = None
     k_norm_bias: Any = None
 
+    @property
+    def of_norms(self) -> Tensors:
+        """γ and β of the heads' norms, of q and then of k."""
+        return self.q_norm_weight, self.q_norm_bias, self.k_norm_weight, self.k_norm_bias
+
 
 class Plan(NamedTuple):
     """Everything but tensors that the block's launches depend on.
@@ -177,11 +182,11 @@ def forward(plan: Plan, context: BlockContext, *tensors: Any) -> tuple[Any, Any]
     saved_norms: head_norms.Saved | None = None
     norms = plan.norms
     if norms is not None and norms.before_rope:
-        q, k, saved_norms = head_norms.forward(norms, given[11:], reads.head_gamma, q, k)
+        q, k, saved_norms = head_norms.forward(norms, given.of_norms, reads.head_gamma, q, k)
     if plan.rotary is not None:
         q, k = plan.turned(q, reads.angles_q, reads, False), plan.turned(k, reads.angles_k, reads, False)
     if norms is not None and not norms.before_rope:
-        q, k, saved_norms = head_norms.forward(norms, given[11:], reads.head_gamma, q, k)
+        q, k, saved_norms = head_norms.forward(norms, given.of_norms, reads.head_gamma, q, k)
     out, attended, kept = core_pair.attend(plan.core, modules.core, core_state, reads, q, k, v, given.added)
     dropped = before(state)
     operand = proj_gemm.input.quantize(out.reshape(-1, out.shape[-2] * out.shape[-1]), transpose=plan.proj.needs[1])
@@ -241,7 +246,7 @@ def backward(plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor
     inner = before_dropped(grad, plan.p, saved.dropped, reads.kept, plan.shape)
     context_grad, *proj_grads = linear.backward(plan.proj, modules.proj, saved.proj, inner)
     if context_grad is None:
-        return (None, None, None, None, None, *proj_grads, *[None] * 8)[: len(plan.needs)]
+        return Given(None, None, None, None, None, *proj_grads)[: len(plan.needs)]
     core, norms = saved.core, plan.norms
     if saved.mixed is not None:
         q, k, v = split(plan, saved.mixed, saved.joined)
@@ -259,8 +264,9 @@ def backward(plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor
     pieces = [t.reshape(-1, t.shape[-2] * t.shape[-1]) for t in (dq, dk, dv)]
     of_kv: Tensors = (None, None, None)
     if plan.key_value is not None:
-        of_kv = _key_value_grads(plan, plan.key_value, modules.key_value, saved.key_value, pieces[1:])
-        pieces = pieces[:1]
+        of_query, *of_joined = pieces
+        of_kv = _key_value_grads(plan, plan.key_value, modules.key_value, saved.key_value, of_joined)
+        pieces = [of_query]
     of_x = _first_grads(plan, modules.first, saved.first, pieces, grad if plan.adds else None, norm_grads)
     return (*of_x, *proj_grads, *of_kv, dadded, *of_norms)[: len(plan.needs)]
 

@@ -110,14 +110,14 @@ def forward(
     queries, _ = _quantized(of_q, q, plan.sequence_first, False)
     keys, _ = _quantized(of_k, k, keys_first, False)
     seen, seen_t = _quantized(of_v, v, keys_first, fp8)
-    codes = (queries.codes, keys.codes, seen.codes)
+    of_qk, codes = (queries.codes, keys.codes), (queries.codes, keys.codes, seen.codes)
     state_before = before(state)
     scales: Any = ()
     if seen_t is None:
         out, m, inv = twin.attention(*codes, *plan.core.options(mask, state))
     else:
         scales = (queries.scales, keys.scales, seen.scales)
-        operands = (*codes[:2], seen_t.codes, *scales)
+        operands = (*of_qk, seen_t.codes, *scales)
         out, m, inv = twin.attention_fp8(*operands, *plan.core.options(mask, state).of_fp8, q.dtype)
     # A view must not be returned.
     return torch.ops.aten._unsafe_view(plan.in_order(out), q.shape), Saved(*codes, scales, out, m, inv, state_before)
@@ -159,7 +159,7 @@ class FP8Attention(TransformerEngineBaseModule):
     def attends_in_fp8(self, run: Run | None = None) -> bool:
         """Whether a forward would use, or calibrate, the FP8 state; `run` is None where nobody has asked yet."""
         run = current_run() if run is None else run
-        if run.plain and not (self.fp8 or self.runs_in(self.own_recipe or run.state.recipe)):
+        if run.plain and not (self.fp8 or (self.own_recipe or run.state.recipe).fp8_dpa):
             return False  # the rule, without the calls below
         state = self.run_settings(run)
         if not run.compiling and self.fp8 and not state.enabled:  # a compiler would guard the attribute

@@ -1,11 +1,15 @@
 """What a forward of attention takes beside its tensors, a mask and a window: a bias, lengths, a cache."""
 
+from collections.abc import Callable
+from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
 
 from reference.arguments import check_arguments
+from reference.nn.attention_bias import NAMES as BIAS
 from reference.nn.attention_bias import NO_BIAS, Bias, check_bias, check_sinks
+from reference.nn.attention_lengths import NAMES as LENGTHS
 from reference.nn.attention_lengths import NO_LENGTHS, Lengths, check_lengths, check_padding
 from reference.nn.checks import NO_WINDOWS, Names, check_cudnn, check_grid, check_mask
 from reference.nn.inference import InferenceParams
@@ -20,15 +24,17 @@ class Options(NamedTuple):
 
     @staticmethod
     def checked(
-        layer: str, layout: str, bias: Bias, lengths: Lengths, inference: InferenceParams | None, **more: Any
+        layer: str, layout: str, inference: InferenceParams | None, given: dict[str, Any], **more: Any
     ) -> "Options":
-        """Those arguments of the forward of a layer with a default `layout`, after a check of them and of `more`.
+        """Those arguments of the forward of a layer with a default `layout`, after a check of `given` and of `more`.
 
-        By name and not as `locals()`, which a compiler does not trace.
+        `given`: by name all that is off by default, a bias and lengths among them; not `locals()`, which a compiler
+        does not trace.
         """
-        check_arguments(f"{layer}.forward", bias.arguments() | lengths.arguments() | more)
+        check_arguments(f"{layer}.forward", given | more)
+        bias, lengths = Bias(*[given[name] for name in BIAS]), Lengths(*[given[name] for name in LENGTHS])
         layout = layout if more.get("qkv_format") is None else more["qkv_format"]
-        check_padding(layer, lengths, more["pad_between_seqs"], layout)
+        check_padding(layer, lengths, given["pad_between_seqs"], layout)
         return Options(bias, lengths, inference)
 
     def of_self(self) -> "Options":
@@ -100,6 +106,14 @@ class Options(NamedTuple):
 
 
 NO_OPTIONS = Options()
+
+
+def defaults_of(forward: Callable[..., Any], names: str) -> dict[str, Any]:
+    """What those arguments of a forward have by default: nothing of them need be checked where all are that."""
+    parameters = signature(forward).parameters
+    return {name: parameters[name].default for name in names.split()}
+
+
 Tensors = tuple[torch.Tensor | None, ...]
 
 

@@ -99,7 +99,7 @@ def prepared(
     crosses, has_norm, layout = source is not None, module.input_layernorm, module.qkv_format
     contexts = [first.context(dtype, is_first_microbatch, run)]
     core_plan: CorePlan = core.core_plan(mask_type, module.window_size if window is None else window)
-    fp8 = context_of(core, dtype, x.device, run) if core.attends_in_fp8(run) else None
+    fp8 = context_of(core, dtype, x.device, run)
     core_plan, reads, added, cached = _called(module, core_plan, x, source, mask, angles, options, fp8 is not None)
     core_state = core.random_state(x, core_plan)
     contexts.append(proj.context(dtype, is_first_microbatch, run))

@@ -53,19 +53,27 @@ class Reads(NamedTuple):
 
     def maps(self) -> tuple[Maps, Maps]:
         """Of queries and of keys."""
-        return Maps(*self[9:13]), Maps(*self[13:17])  # type: ignore[arg-type]
+        return self._part(Maps, "q"), self._part(Maps, "kv")
 
     def with_maps(self, of_q: Maps, of_kv: Maps) -> "Reads":
         """These, and the maps of packed sequences."""
-        return Reads(*self[:9], *of_q, *of_kv)
+        return self._with("q", of_q)._with("kv", of_kv)
 
     def with_step(self, step: StepTensors) -> "Reads":
         """These, and what a step with a cache reads."""
-        return Reads(*self[:17], *step)
+        return self._with("step", step)
 
     def step(self) -> StepTensors:
         """The cache and what a step reads beside it."""
-        return StepTensors(*self[17:])  # type: ignore[arg-type]
+        return self._part(StepTensors, "step")
+
+    def _part(self, kind: Any, prefix: str) -> Any:
+        """The tensors of a NamedTuple of `kind`, whose names here begin with `prefix`."""
+        return kind(*[getattr(self, f"{prefix}_{name}") for name in kind._fields])
+
+    def _with(self, prefix: str, part: Any) -> "Reads":
+        """These, and the tensors of `part`."""
+        return self._replace(**{f"{prefix}_{name}": x for name, x in zip(part._fields, part, strict=True)})
 
 
 NO_READS = Reads()

@@ -106,8 +106,9 @@ class LayerSaved(NamedTuple):
 
 def _halves(context: BlockContext) -> tuple[BlockContext, BlockContext]:
     modules, random = context.modules, context.random
-    first = BlockContext(modules[:-1], random[:-1], context.reads)
-    return first, BlockContext(modules[-1:], random[-1:], context.reads)
+    (*of_attention, mlp), (*of_both, of_mlp) = modules, random
+    first = BlockContext(tuple(of_attention), tuple(of_both), context.reads)
+    return first, BlockContext((mlp,), (of_mlp,), context.reads)
 
 
 def layer_forward(
@@ -249,24 +250,53 @@ def run_attention(module: Any, x: torch.Tensor, *arguments: Any) -> torch.Tensor
     return differentiable(attention_block.forward, attention_block.backward, plan, context, *tensors)
 
 
-def run_layer(module: Any, mlp: Any, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
+def run_layer(
+    module: Any,
+    mlp: Any,
+    x: torch.Tensor,
+    mask: Any,
+    mask_type: str,
+    dropout: Dropout,
+    is_first: bool | None,
+    angles: Any,
+    recomputes: bool,
+    window: Any,
+    options: Options,
+    drop_path: DropPath | None,
+    run: Run,
+) -> torch.Tensor:
     """y of x: `mlp_block` of `run_attention`, for self-attention."""
-    plan, context, tensors = prepared(module, x.dtype, x, *arguments)
-    dropout, is_first, drop_path, run = (*arguments[2:4], *arguments[-2:])
-    second, more, (_, *weights) = prepared_mlp(mlp, x, dropout, is_first, drop_path, run, any(plan.needs))
+    given = (x, mask, mask_type, dropout, is_first, None, angles, recomputes, window, options, drop_path, run)
+    plan, context, tensors = prepared(module, x.dtype, *given)
+    second, of_mlp, (_, *weights) = prepared_mlp(mlp, x, dropout, is_first, drop_path, run, any(plan.needs))
     reads: Any = context.reads
-    if more.reads:
-        reads = Reads.of(reads)._replace(mlp_kept=Reads.of(more.reads).mlp_kept)
-    both = BlockContext(context.modules + more.modules, context.random + more.random, reads)
+    if of_mlp.reads:
+        reads = Reads.of(reads)._replace(mlp_kept=Reads.of(of_mlp.reads).mlp_kept)
+    both = BlockContext(context.modules + of_mlp.modules, context.random + of_mlp.random, reads)
     whole_plan = LayerPlan((*plan.needs, *second.needs[1:]), plan, second)
     return differentiable(layer_forward, layer_backward, whole_plan, both, *tensors, *weights)
 
 
-def run_both(module: Any, mlp: Any, x: torch.Tensor, mask: Any, mask_type: str, dropout: Dropout, *given: Any) -> Any:
-    """y of parallel halves; `given` are the arguments of `prepared` after dropout."""
-    plan, context, tensors = prepared(module, x.dtype, x, mask, mask_type, None, *given)
-    second, more, (_, *weights) = prepared_mlp(mlp, x, dropout, given[0], None, given[-1])
-    both = BlockContext(context.modules + more.modules, context.random + more.random, context.reads)
+def run_both(
+    module: Any,
+    mlp: Any,
+    x: torch.Tensor,
+    mask: Any,
+    mask_type: str,
+    dropout: Dropout,
+    is_first: bool | None,
+    angles: Any,
+    recomputes: bool,
+    window: Any,
+    options: Options,
+    drop_path: DropPath | None,
+    run: Run,
+) -> torch.Tensor:
+    """y of parallel halves."""
+    given = (x, mask, mask_type, None, is_first, None, angles, recomputes, window, options, drop_path, run)
+    plan, context, tensors = prepared(module, x.dtype, *given)
+    second, of_mlp, (_, *weights) = prepared_mlp(mlp, x, dropout, is_first, None, run)
+    both = BlockContext(context.modules + of_mlp.modules, context.random + of_mlp.random, context.reads)
     whole_plan = BothPlan((*plan.needs, *second.needs[1:]), plan, second, dropout[0])
     return differentiable(both_forward, both_backward, whole_plan, both, *tensors, *weights)
 

@@ -299,7 +299,7 @@ class BlockContext(NamedTuple):
     def settled(self) -> bool:
         """Whether every module's part is."""
         for one in self.modules:  # noqa: SIM110
-            if not one.settled:
+            if one._precision.stateful and not one.settled:
                 return False
         return True
 
@@ -307,7 +307,7 @@ class BlockContext(NamedTuple):
     def stateful(self) -> Any:
         """The first module whose scales are updated after a step."""
         for one in self.modules:
-            if one.stateful is not None:
+            if one._precision.stateful:
                 return one.module
         return None
 
@@ -315,7 +315,8 @@ class BlockContext(NamedTuple):
         read: list[torch.Tensor] = []
         changed: list[torch.Tensor] = []
         for one in self.modules:
-            some, of_them = one.state(backward)
+            # Without weights cast earlier, a module's state is that of its quantizers.
+            some, of_them = (one._precision if one.is_first_microbatch is None else one).state(backward)
             read += some
             changed += of_them
         if not backward:

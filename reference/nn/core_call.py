@@ -12,7 +12,7 @@ from reference.nn.checks import Shape
 from reference.nn.context import ModuleContext
 from reference.nn.core_attention import CorePlan, full_mask
 from reference.nn.packing import Maps
-from reference.recompute import Run
+from reference.recompute import Run, current_run
 
 
 class Call(NamedTuple):
@@ -77,8 +77,11 @@ def cached_call_of(module: Any, core: CorePlan, step: StepTensors, x: torch.Tens
     return Call(core._replace(softmax=module.softmax_type), reads, module.sinks(x.device))
 
 
-def context_of(module: Any, dtype: torch.dtype, device: torch.device, run: Run | None = None) -> ModuleContext:
-    """The context of a forward in FP8."""
+def context_of(module: Any, dtype: torch.dtype, device: torch.device, run: Run | None = None) -> ModuleContext | None:
+    """The context of a forward that uses FP8 state, or calibrates it; None of any other. `run`: as in `prepared`."""
+    run = current_run() if run is None else run
+    if not module.attends_in_fp8(run):
+        return None
     if module._device != device:
         module._set_device(device)
     found: ModuleContext = module.context(dtype, None, run)

@@ -50,8 +50,9 @@ def forward(
     norms: HeadNorms, given: Tensors, constant: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, Saved]:
     """q and k `[.., h, d]` normalised; `given`: γ and β of q, then of k."""
-    q, saved_q = _normed(norms, norms.q, q, given[0] if norms.learns else constant, given[1])
-    k, saved_k = _normed(norms, norms.k, k, given[2] if norms.learns else constant, given[3])
+    q_gamma, q_beta, k_gamma, k_beta = given if norms.learns else (constant, None, constant, None)
+    q, saved_q = _normed(norms, norms.q, q, q_gamma, q_beta)
+    k, saved_k = _normed(norms, norms.k, k, k_gamma, k_beta)
     return q, k, Saved(saved_q, saved_k)
 
 

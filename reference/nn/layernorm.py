@@ -228,7 +228,8 @@ def l2_forward(plan: HeadPlan, context: BlockContext, x: torch.Tensor) -> tuple[
 def l2_backward(plan: HeadPlan, context: BlockContext, saved: HeadSaved, grad: torch.Tensor) -> Tensors:
     """dx of dL/dy."""
     gamma: Any = context.reads[0]
-    return norm_backward(plan.norm, grad.contiguous(), Saved(saved.x, gamma, saved.mean, saved.rstd))[:1]
+    dx, _, _ = norm_backward(plan.norm, grad.contiguous(), Saved(saved.x, gamma, saved.mean, saved.rstd))
+    return (dx,)
 
 
 class L2Normalization(DeviceDefault, torch.nn.Module):

@@ -144,17 +144,13 @@ class TransformerEngineBaseModule(OfModule, DelayedGradients, TensorGroup, Devic
         if self.reuses_weights:
             is_first_microbatch = False
         run = recompute.current_run() if run is None else run
-        precision = self._repeated(run, dtype) if run.plain else self._find_precision(run, dtype)
+        if run.plain and self._found is not None and all(map(is_, self._found[1], self._depends_on(run, dtype))):
+            precision = self._found[0]  # all that it depends on is the same object again
+        else:
+            precision = self._find_precision(run, dtype)
+            if run.plain and (run.state.enabled or not run.state.calibrating):  # calibrating, quantizers are made anew
+                self.__dict__["_found"] = (precision, self._depends_on(run, dtype))  # `Module.__setattr__` is slow
         return ModuleContext(self, precision, is_first_microbatch)
-
-    def _repeated(self, run: recompute.Run, dtype: torch.dtype) -> Precision:
-        """`_find_precision`, or what it found last time, if all that it depends on is the same object again."""
-        if self._found is not None and all(map(is_, self._found[1], self._depends_on(run, dtype))):
-            return self._found[0]
-        precision = self._find_precision(run, dtype)
-        if run.state.enabled or not run.state.calibrating:  # calibrating, quantizers are made anew
-            self.__dict__["_found"] = (precision, self._depends_on(run, dtype))  # `Module.__setattr__` is slow
-        return precision
 
     def _depends_on(self, run: recompute.Run, dtype: torch.dtype) -> tuple[Any, ...]:
         state, metas = run.state, self.fp8_meta

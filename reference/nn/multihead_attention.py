@@ -4,17 +4,16 @@ Source: Transformer Engine's `pytorch/attention/multi_head_attention.py`.
 """
 
 from collections.abc import Callable
+from operator import is_not
 from typing import Any
 
 import torch
 
 from reference.arguments import MASK_TYPES, check_arguments
-from reference.autocast import current
 from reference.nn import attention_block, checks
 from reference.nn.attention import DotProductAttention
-from reference.nn.attention_bias import Bias
-from reference.nn.attention_lengths import Lengths, with_longest
-from reference.nn.attention_options import NO_OPTIONS, Options
+from reference.nn.attention_lengths import with_longest
+from reference.nn.attention_options import NO_OPTIONS, Options, defaults_of
 from reference.nn.attention_prepared import is_block, prepared
 from reference.nn.attributes import OfAttention
 from reference.nn.autograd import differentiable, wanted
@@ -30,6 +29,7 @@ from reference.nn.one_rank import ContextGroup, TensorGroup
 from reference.nn.packing import maps_of
 from reference.nn.parameters import DeviceDefault, InitMethod
 from reference.nn.rotated import rotated
+from reference.recompute import current_run
 
 
 class MultiheadAttention(OfAttention, TensorGroup, ContextGroup, DeviceDefault, torch.nn.Module):
@@ -232,34 +232,26 @@ class MultiheadAttention(OfAttention, TensorGroup, ContextGroup, DeviceDefault, 
             the projection; with `return_bias` its bias after it, with `return_layernorm_output` the norm's output last.
         """
         options = NO_OPTIONS if inference_params is None else Options(inference=inference_params)
-        if not (
-            bottom_right_diagonal is core_attention_bias is alibi_slopes is None
-            and cu_seqlens_q is cu_seqlens_kv is cu_seqlens_q_padded is cu_seqlens_kv_padded is max_seqlen_q is None
-            and max_seqlen_kv is pad_between_seqs is thd_attention_policies is softcap is None
-            and type(core_attention_bias_type) is type(thd_attention_policy_dispatch) is str
-            and (core_attention_bias_type, thd_attention_policy_dispatch) == ("no_bias", "auto")
-            and fast_zero_fill is True
-            and type(checkpoint_core_attention) is bool
-            and (is_first_microbatch is None or type(is_first_microbatch) is bool)
+        extras = (
+            core_attention_bias_type, core_attention_bias, alibi_slopes,
+            cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded,
+            max_seqlen_q, max_seqlen_kv, pad_between_seqs,
+            bottom_right_diagonal, fast_zero_fill, softcap, thd_attention_policies, thd_attention_policy_dispatch,
+        )  # fmt: skip
+        if (
+            any(map(is_not, extras, _DEFAULTS.values()))
+            or type(checkpoint_core_attention) is not bool
+            or not (is_first_microbatch is None or type(is_first_microbatch) is bool)
         ):
-            six = (cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv)
-            bias = Bias(core_attention_bias_type, core_attention_bias, alibi_slopes)
             options = Options.checked(
                 "MultiheadAttention",
                 self.qkv_format,
-                bias,
-                Lengths(*six),
                 inference_params,
+                dict(zip(_DEFAULTS, extras, strict=True)),
                 attn_mask_type=attn_mask_type,
                 window_size=window_size,
                 is_first_microbatch=is_first_microbatch,
-                bottom_right_diagonal=bottom_right_diagonal,
-                softcap=softcap,
                 checkpoint_core_attention=checkpoint_core_attention,
-                fast_zero_fill=fast_zero_fill,
-                pad_between_seqs=pad_between_seqs,
-                thd_attention_policies=thd_attention_policies,
-                thd_attention_policy_dispatch=thd_attention_policy_dispatch,
             )
         if inference_params is not None and torch.is_grad_enabled():
             given = (hidden_states, attention_mask, encoder_output, attn_mask_type, window_size)
@@ -271,13 +263,14 @@ class MultiheadAttention(OfAttention, TensorGroup, ContextGroup, DeviceDefault, 
             options = options._replace(lengths=with_longest("MultiheadAttention", options.lengths))
         arguments = (hidden_states, encoder_output, attention_mask, kind, window, rotary_pos_emb)
         self.check("MultiheadAttention", *arguments, options=options)
-        if current().enabled and not checks.has_run_in_fp8(self._modules["proj"]):
+        run = current_run()
+        if run.state.enabled and not checks.has_run_in_fp8(self._modules["proj"]):
             checks.check_fp8_sizes(*self._modules.values())
         returns_norm = self.return_layernorm_output and self.input_layernorm
         dtype = checks.activation_dtype(hidden_states)
         if is_block(self, dtype, checkpoint_core_attention):
             more: dict[str, Any] = {"source": encoder_output, "angles": rotary_pos_emb, "window": window}
-            more |= {"recomputes": checkpoint_core_attention, "options": options}
+            more |= {"recomputes": checkpoint_core_attention, "options": options, "run": run}
             first_ones = (hidden_states, attention_mask, kind, None, is_first_microbatch)
             plan, context, tensors = prepared(self, dtype, *first_ones, **more)
             found = differentiable(attention_block.forward, attention_block.backward, plan, context, *tensors)
@@ -390,3 +383,12 @@ class MultiheadAttention(OfAttention, TensorGroup, ContextGroup, DeviceDefault, 
         """The layout of q (if `queries` per group > 0), k and v in a projection of this layer."""
         parts = (queries, 1, 1) if queries else (1, 1)
         return Heads(parts, self.num_gqa_groups, self.channels, self.interleaved)
+
+
+_DEFAULTS = defaults_of(
+    MultiheadAttention.forward,
+    "core_attention_bias_type core_attention_bias alibi_slopes "
+    "cu_seqlens_q cu_seqlens_kv cu_seqlens_q_padded cu_seqlens_kv_padded "
+    "max_seqlen_q max_seqlen_kv pad_between_seqs "
+    "bottom_right_diagonal fast_zero_fill softcap thd_attention_policies thd_attention_policy_dispatch",
+)

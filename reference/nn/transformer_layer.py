@@ -16,14 +16,14 @@ end. Source: Transformer Engine's `pytorch/transformer.py`.
 """
 
 from collections.abc import Callable
+from operator import is_not
 from typing import Any
 
 import torch
 
 from reference.nn import blocks, checks
-from reference.nn.attention_bias import Bias
-from reference.nn.attention_lengths import Lengths, with_longest
-from reference.nn.attention_options import NO_OPTIONS, Options
+from reference.nn.attention_lengths import with_longest
+from reference.nn.attention_options import NO_OPTIONS, Options, defaults_of
 from reference.nn.attributes import OfTransformerLayer
 from reference.nn.autograd import rounded_gradient
 from reference.nn.cached import ended
@@ -256,38 +256,28 @@ class TransformerLayer(OfTransformerLayer, TensorGroup, ContextGroup, DeviceDefa
             a tensor like hidden_states.
         """
         options = NO_OPTIONS if inference_params is None else Options(inference=inference_params)
-        if not (
-            bottom_right_diagonal is core_attention_bias is alibi_slopes is None
-            and enc_dec_window_size is enc_dec_bottom_right_diagonal is pad_between_seqs is softcap is None
-            and cu_seqlens_q is cu_seqlens_kv is cu_seqlens_q_padded is cu_seqlens_kv_padded is max_seqlen_q is None
-            and max_seqlen_kv is thd_attention_policies is None
-            and type(core_attention_bias_type) is type(thd_attention_policy_dispatch) is str
-            and (core_attention_bias_type, thd_attention_policy_dispatch) == ("no_bias", "auto")
-            and fast_zero_fill is True
-            and type(checkpoint_core_attention) is bool
-            and (is_first_microbatch is None or type(is_first_microbatch) is bool)
+        extras = (
+            core_attention_bias_type, core_attention_bias, alibi_slopes,
+            cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded,
+            max_seqlen_q, max_seqlen_kv, pad_between_seqs,
+            bottom_right_diagonal, enc_dec_bottom_right_diagonal, enc_dec_window_size,
+            fast_zero_fill, softcap, thd_attention_policies, thd_attention_policy_dispatch,
+        )  # fmt: skip
+        if (
+            any(map(is_not, extras, _DEFAULTS.values()))
+            or type(checkpoint_core_attention) is not bool
+            or not (is_first_microbatch is None or type(is_first_microbatch) is bool)
         ):
-            six = (cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv)
-            bias = Bias(core_attention_bias_type, core_attention_bias, alibi_slopes)
             options = Options.checked(
                 "TransformerLayer",
                 self.attn_input_format,
-                bias,
-                Lengths(*six),
                 inference_params,
+                dict(zip(_DEFAULTS, extras, strict=True)),
                 self_attn_mask_type=self_attn_mask_type,
                 window_size=window_size,
                 enc_dec_attn_mask_type=enc_dec_attn_mask_type,
-                enc_dec_window_size=enc_dec_window_size,
-                enc_dec_bottom_right_diagonal=enc_dec_bottom_right_diagonal,
                 is_first_microbatch=is_first_microbatch,
-                bottom_right_diagonal=bottom_right_diagonal,
-                softcap=softcap,
                 checkpoint_core_attention=checkpoint_core_attention,
-                fast_zero_fill=fast_zero_fill,
-                pad_between_seqs=pad_between_seqs,
-                thd_attention_policies=thd_attention_policies,
-                thd_attention_policy_dispatch=thd_attention_policy_dispatch,
             )
         if inference_params is not None and torch.is_grad_enabled():
             of_self = (hidden_states, attention_mask, self_attn_mask_type, window_size, bottom_right_diagonal)
@@ -315,8 +305,8 @@ class TransformerLayer(OfTransformerLayer, TensorGroup, ContextGroup, DeviceDefa
             drop_path.draw(hidden_states.device)
         attention, mlp = self.self_attention, self.layernorm_mlp
         if self.parallel_attention_mlp:
-            given = (is_first_microbatch, None, rotary_pos_emb, checkpoint_core_attention, window, options.of_self())
-            return self._both(hidden_states, attention_mask, mask_type, dropout, *given, run)
+            given = (is_first_microbatch, rotary_pos_emb, checkpoint_core_attention, window, options.of_self(), run)
+            return self._both(hidden_states, attention_mask, mask_type, dropout, *given)
         first = (attention_mask, mask_type, dropout, is_first_microbatch, None, rotary_pos_emb)
         more = (checkpoint_core_attention, window)
         post = self.apply_residual_connection_post_layernorm
@@ -327,8 +317,9 @@ class TransformerLayer(OfTransformerLayer, TensorGroup, ContextGroup, DeviceDefa
             and blocks.is_small(self.elements, hidden_states, run)
             and blocks.is_attention_block(attention, post and not self.output_layernorm, checkpoint_core_attention)
         ):
-            of_layer = (*more, options.of_self(), drop_path, run)
-            return self._ended(blocks.run_layer(attention, mlp, hidden_states, *first, *of_layer))
+            of_layer = (attention_mask, mask_type, dropout, is_first_microbatch, rotary_pos_emb)
+            more_of_it = (*more, options.of_self(), drop_path, run)
+            return self._ended(blocks.run_layer(attention, mlp, hidden_states, *of_layer, *more_of_it))
         hidden = self._attend(attention, hidden_states, *first, *more, options.of_self(), run)
         if self.layer_type == "decoder":
             second = (enc_dec_attn_mask, cross_type, dropout, is_first_microbatch, encoder_output, rotary_pos_emb)
@@ -342,18 +333,34 @@ class TransformerLayer(OfTransformerLayer, TensorGroup, ContextGroup, DeviceDefa
         """The layer's output, of the last half's."""
         return self.layernorm(out) if self.output_layernorm else out
 
-    def _both(self, x: torch.Tensor, mask: Mask, mask_type: str, dropout: blocks.Dropout, *given: Any) -> torch.Tensor:
+    def _both(
+        self,
+        x: torch.Tensor,
+        mask: Mask,
+        mask_type: str,
+        dropout: blocks.Dropout,
+        is_first_microbatch: bool | None,
+        angles: Any,
+        recomputes: bool,
+        window: checks.Window,
+        options: Options,
+        run: Run,
+    ) -> torch.Tensor:
         """x + dropout(attention(norm(x)) + mlp(norm(x)))."""
+        more = (angles, recomputes, window, options)
         attention, mlp = self.self_attention, self.layernorm_mlp
         if (
             x.dtype != torch.float32
-            and blocks.is_attention_block(attention, False, given[3])
+            and blocks.is_attention_block(attention, False, recomputes)
             and blocks.is_mlp_block(mlp, False)
         ):
-            drop_path, run = self.drop_path if self.training else None, given[-1]
-            return blocks.run_both(attention, mlp, x, mask, mask_type, dropout, *given[:-1], drop_path, run)
+            drop_path = self.drop_path if self.training else None
+            first = (mask, mask_type, dropout, is_first_microbatch)
+            return blocks.run_both(attention, mlp, x, *first, *more, drop_path, run)
         read = rounded_gradient(x)
-        both = blocks.run_module(attention, read, mask, mask_type, *given[:-1]) + mlp(read, given[0])
+        both = blocks.run_module(attention, read, mask, mask_type, is_first_microbatch, None, *more) + mlp(
+            read, is_first_microbatch
+        )
         return self._add((both, None), x, dropout, normed=True)
 
     def _attend(
@@ -393,3 +400,13 @@ class TransformerLayer(OfTransformerLayer, TensorGroup, ContextGroup, DeviceDefa
             y = self.drop_path(bias_dropout_add(y, bias, None, *dropout))
             return bias_dropout_add(y, None, residual, 0.0, None)  # an op: a compiler would add what is not rounded yet
         return bias_dropout_add(y, bias, residual, *dropout)
+
+
+_DEFAULTS = defaults_of(
+    TransformerLayer.forward,
+    "core_attention_bias_type core_attention_bias alibi_slopes "
+    "cu_seqlens_q cu_seqlens_kv cu_seqlens_q_padded cu_seqlens_kv_padded "
+    "max_seqlen_q max_seqlen_kv pad_between_seqs "
+    "bottom_right_diagonal enc_dec_bottom_right_diagonal enc_dec_window_size "
+    "fast_zero_fill softcap thd_attention_policies thd_attention_policy_dispatch",
+)

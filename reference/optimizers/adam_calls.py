@@ -6,8 +6,25 @@ import torch
 
 from reference.optimizers.adam_state import Numbers
 
-# Gradients, parameters or masters, both moments, copies of masters, and the scales of masters and moments.
-Lists = tuple[list[torch.Tensor], ...]
+List = list[torch.Tensor]
+
+
+class Lists(NamedTuple):
+    """The lists that `twin::adam_states` takes: `params` are parameters or masters, `rounded` copies of masters."""
+
+    grads: List
+    params: List
+    exp_avgs: List
+    exp_avg_sqs: List
+    rounded: List
+    param_scales: List
+    exp_avg_scales: List
+    exp_avg_sq_scales: List
+
+    @property
+    def unscaled(self) -> tuple[List, List, List, List, List]:
+        """Those that the ops without scales take."""
+        return self.grads, self.params, self.exp_avgs, self.exp_avg_sqs, self.rounded
 
 
 class Work(NamedTuple):
@@ -40,15 +57,16 @@ class Work(NamedTuple):
         key = (local.device, dense.dtype, own.dtype, rounded is None, scales is None or scales[0] is None)
         lists = self.calls.get(key)
         if lists is None:
-            lists = self.calls[key] = ([], [], [], [], [], [], [], [])
-        lists[0].append(dense)
-        lists[1].append(own)
-        lists[2].append(first)
-        lists[3].append(second)
+            lists = self.calls[key] = Lists(*([] for _ in Lists._fields))
+        lists.grads.append(dense)
+        lists.params.append(own)
+        lists.exp_avgs.append(first)
+        lists.exp_avg_sqs.append(second)
         if rounded is not None:
-            lists[4].append(rounded)
+            lists.rounded.append(rounded)
         if scales is not None:
-            for room, scale in zip(lists[5:], scales, strict=True):
+            rooms = (lists.param_scales, lists.exp_avg_scales, lists.exp_avg_sq_scales)
+            for room, scale in zip(rooms, scales, strict=True):
                 if scale is not None:
                     room.append(scale)
 

@@ -150,7 +150,8 @@ def checked(
 def checked_scales(layout: Layout, where: Where, state: State, local: torch.Tensor) -> list[torch.Tensor | None]:
     """The scales of the master and of both moments of a local shard, checked; None for what has none."""
     found: list[torch.Tensor | None] = []
-    for name, dtype in ((MASTER, layout.master_of(local)), *zip(MOMENTS, layout[1:3], strict=True)):
+    moments = zip(MOMENTS, (layout.exp_avg, layout.exp_avg_sq), strict=True)
+    for name, dtype in ((MASTER, layout.master_of(local)), *moments):
         own, scale = scale_name(name), None
         if dtype in RANGES and name in state:
             scale = check_part(WHO, where, own, state.get(own), torch.float32, torch.Size([1]), local.device)

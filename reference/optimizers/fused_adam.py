@@ -37,9 +37,6 @@ __all__ = ["FusedAdam"]
 
 WHO = "FusedAdam"
 NUMBERS = ("lr", "bias_correction", "betas", "eps", "weight_decay")
-Lists = tuple[
-    list[torch.Tensor], ...
-]  # gradients, parameters, both moments, copies, and the scales of the former three
 
 
 class FusedAdam(OfAdam, torch.optim.Optimizer):
@@ -257,7 +254,7 @@ class FusedAdam(OfAdam, torch.optim.Optimizer):
         scalars = (numbers.lr, *numbers.betas, numbers.eps, numbers.weight_decay, *divisors, self.adam_w_mode)
         for lists in work.calls.values():
             if self.layout.plain:
-                twin.adam(*lists[:5], *scalars)
+                twin.adam(*lists.unscaled, *scalars)
             else:
                 twin.adam_states(*lists, *scalars)
 
@@ -270,7 +267,7 @@ class FusedAdam(OfAdam, torch.optim.Optimizer):
         control = twin.adam_control(work.group["step"], numbers.lr, *given, *numbers.betas, numbers.bias_correction)
         rest = (*numbers.betas, numbers.eps, numbers.weight_decay, self.adam_w_mode, scale is not None)
         for lists in work.calls.values():
-            twin.adam_capturable(*lists[:5], control, *rest)
+            twin.adam_capturable(*lists.unscaled, control, *rest)
         if scale is not None:
             for grad, dense in work.unscaled:
                 grad.copy_(dense)

@@ -17,6 +17,7 @@ from reference import formats
 from reference.ops.activation import clamp_of, is_gated
 from reference.ops.attention import NO_LIMIT, keep_pairs, limits
 from reference.ops.attention_lengths import entries
+from reference.ops.attention_options import Options
 from reference.ops.cat_cast_transpose import side_by_side
 from reference.ops.dropout import dropped, keep_scale, threshold
 
@@ -112,19 +113,18 @@ def _bias_dropout_add(x: T, bias: T | None, residual: T | None, p: float, rng_st
     return _added(x, residual, p, rng_state)
 
 
-def _hidden(
-    shape: tuple[int, int, int, int], mask_type: str, left: int, right: int, mask: T | None, *lengths: T | None
-) -> T:
-    if any(x is not None for x in lengths):
-        q_lengths, kv_lengths = (*lengths, None)[:2]
+def _hidden(shape: tuple[int, int, int, int], options: Options) -> T:
+    mask = options.mask
+    if options.has_lengths:
         hidden = torch.ones(shape, dtype=torch.bool, device="cpu")
-        for one, entry in zip(hidden, entries("attention", shape, None, None, q_lengths, kv_lengths), strict=True):
-            one[:, : entry.sq, : entry.skv] = _hidden((1, shape[1], entry.sq, entry.skv), mask_type, left, right, None)[
-                0
-            ]
+        alone = options._replace(mask=None, q_lengths=None, kv_lengths=None)
+        lengths = (options.q_lengths, options.kv_lengths)
+        for one, entry in zip(hidden, entries("attention", shape, None, None, *lengths), strict=True):
+            one[:, : entry.sq, : entry.skv] = _hidden((1, shape[1], entry.sq, entry.skv), alone)[0]
         return hidden if mask is None else hidden | mask
-    lower, upper = limits(mask_type, left, right, *shape[2:])
-    distance = torch.arange(shape[3], device="cpu")[None, :] - torch.arange(shape[2], device="cpu")[:, None]
+    _, _, sq, skv = shape
+    lower, upper = limits(options.mask_type, options.left, options.right, sq, skv)
+    distance = torch.arange(skv, device="cpu")[None, :] - torch.arange(sq, device="cpu")[:, None]
     hidden = (distance < max(lower, -NO_LIMIT)) | (distance > upper)
     return hidden.expand(shape) if mask is None else hidden | mask.expand(shape)
 
@@ -137,11 +137,6 @@ def _attend(q: T, k: T, v: T, scale: float, hidden: T, keep: T | None) -> T:
     return (weights if keep is None else weights * keep) @ v
 
 
-def _is_large(q: T, k: T) -> bool:
-    """Whether the scores would take more than a gigabyte."""
-    return q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] > 1 << 27
-
-
 def _kept(q: T, k: T, dropout: float, rng_state: T | None) -> T | None:
     if not threshold(dropout) or rng_state is None:
         return None
@@ -150,35 +145,26 @@ def _kept(q: T, k: T, dropout: float, rng_state: T | None) -> T | None:
     return torch.cat(masks).view(b, h, sq, -1).double() * keep_scale(dropout)
 
 
-def _attention(
-    q: T,
-    k: T,
-    v: T,
-    scale: float,
-    mask_type: str,
-    left: int,
-    right: int,
-    mask: T | None,
-    dropout: float,
-    rng_state: Any,
-    *more: T | None,
-) -> Results:
-    if _is_large(q, k) or any(x is not None for x in more[:3]):  # a bias, slopes, sinks
-        return []
+def _pairs(q: T, k: T, options: Options) -> tuple[T, T | None] | None:
+    """Which pairs are hidden, and dropout's factors; None where they are too many, or where scores are biased."""
+    if options.biased or options.sinks is not None or q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] > 1 << 27:
+        return None  # scores of more than a gigabyte
     b, h, sq, _ = q.shape
-    hidden = _hidden((b, h, sq, k.shape[2]), mask_type, left, right, mask, *more[3:])
-    keep = _kept(q, k, dropout, rng_state)
-    return [_attend(q.double(), k.double(), v.double(), scale, hidden, keep)]
+    return _hidden((b, h, sq, k.shape[2]), options), _kept(q, k, options.dropout, options.rng_state)
 
 
-def _attention_backward(grad: T, q: T, k: T, v: T, out: T, m: T, inv: T, scale: float, *rest: Any) -> Results:
-    mask_type, left, right, mask, dropout, rng_state, *more = rest
-    if _is_large(q, k) or any(x is not None for x in more[:3]):
+def _attention(q: T, k: T, v: T, *given: Any) -> Results:
+    options = Options(*given)
+    pairs = _pairs(q, k, options)
+    return [] if pairs is None else [_attend(q.double(), k.double(), v.double(), options.scale, *pairs)]
+
+
+def _attention_backward(grad: T, q: T, k: T, v: T, out: T, m: T, inv: T, *given: Any) -> Results:
+    options = Options(*given)
+    pairs = _pairs(q, k, options)
+    if pairs is None:
         return []
-    b, h, sq, _ = q.shape
-    hidden = _hidden((b, h, sq, k.shape[2]), mask_type, left, right, mask, *more[3:])
-    keep = _kept(q, k, dropout, rng_state)
-    return [*_gradients(lambda q, k, v: _attend(q, k, v, scale, hidden, keep), [q, k, v], grad)]
+    return [*_gradients(lambda q, k, v: _attend(q, k, v, options.scale, *pairs), [q, k, v], grad)]
 
 
 def _joined(xs: list[T], groups: int, *scaling: Any) -> Results:

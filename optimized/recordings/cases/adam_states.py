@@ -58,14 +58,15 @@ def _call(
     decoupled: bool = True,
 ) -> Call:
     """`kinds`: of grads, params, both moments and copies; `start`: which list's last tensor is off 16 bytes."""
-    found = [
+    *found, rounded = [
         [_made(c, kind, shape, int(i == start and n == len(shapes) - 1), i == 3) for n, shape in enumerate(shapes)]
         for i, kind in enumerate(kinds)
     ]
+    _, *of_scales, _ = kinds
     scales: list[list[torch.Tensor]] = [
-        [c.one() for _ in shapes] if kind in (FP16, U8) and (copies or i) else [] for i, kind in enumerate(kinds[1:4])
+        [c.one() for _ in shapes] if kind in (FP16, U8) and (copies or i) else [] for i, kind in enumerate(of_scales)
     ]
-    return Call(twin.adam_states, (*found[:4], found[4] if copies else [], *scales, *NUMBERS, decoupled))
+    return Call(twin.adam_states, (*found, rounded if copies else [], *scales, *NUMBERS, decoupled))
 
 
 def calls(c: Inputs) -> Calls:

@@ -5,8 +5,8 @@ from functools import partial
 
 import torch
 
-from optimized.recordings.calls import HALVES, Call, Calls, Inputs
-from optimized.recordings.case import Case, short
+from optimized.recordings.calls import Call, Calls, Inputs
+from optimized.recordings.case import HALVES, Case, short
 from optimized.recordings.cases import attention
 
 twin = torch.ops.twin

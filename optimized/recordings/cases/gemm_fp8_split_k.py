@@ -6,7 +6,8 @@ from itertools import product
 import torch
 
 from optimized.ops.gemm_fp8_split_k import gemm_fp8_split_k
-from optimized.recordings.calls import BF16, FP8, FP32, WIDE, Call, Calls, Inputs
+from optimized.recordings.calls import BF16, FP32, Call, Calls, Inputs
+from optimized.recordings.case import FP8, WIDE
 from optimized.recordings.cases.gemm_fp8 import operands
 
 twin = torch.ops.twin

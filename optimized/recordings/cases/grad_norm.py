@@ -4,7 +4,8 @@ from itertools import product
 
 import torch
 
-from optimized.recordings.calls import BF16, FP16, FP32, WIDE, Call, Calls, Inputs
+from optimized.recordings.calls import BF16, FP16, FP32, Call, Calls, Inputs
+from optimized.recordings.case import WIDE
 from optimized.recordings.cases.adam import SHAPES
 
 twin = torch.ops.twin

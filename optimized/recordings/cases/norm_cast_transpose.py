@@ -4,7 +4,8 @@ from itertools import product
 
 import torch
 
-from optimized.recordings.calls import BF16, E4M3, FP8, FP16, FP32, WIDE, Call, Calls, Inputs
+from optimized.recordings.calls import BF16, E4M3, FP16, FP32, Call, Calls, Inputs
+from optimized.recordings.case import FP8, WIDE
 from reference.ops.norm import KINDS
 
 twin = torch.ops.twin

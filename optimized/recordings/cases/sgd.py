@@ -38,13 +38,13 @@ def _call(
 ) -> Call:
     """`start`: which of the three lists' last tensor begins off a multiple of 16 bytes."""
     kind, end = FP32 if master else dtype, len(shapes) - 1
-    found = [
+    grads, params, momenta = [
         [c.x(*shape, dtype=one, start=int(i == start and n == end)) for n, shape in enumerate(shapes)]
         for i, one in enumerate((dtype, kind, kind))
     ]
     dampening = 0.0 if nesterov else 0.25
     rest = (1e-2, momentum, dampening, 0.1, nesterov, first, last)
-    return Call(twin.sgd, (*found[:2], found[2] if momentum else [], *rest))
+    return Call(twin.sgd, (grads, params, momenta if momentum else [], *rest))
 
 
 def calls(c: Inputs) -> Calls:
