@@ -226,6 +226,7 @@ def _digest(texts: Mapping[str, str]) -> str:
     return digest.hexdigest()
 
 
+@functools.lru_cache(512)  # every kernel includes the same headers
 def code_of(text: str) -> str:
     """C++ without comments: a stretch of comments and blank space is one newline, or one space within a line."""
     return _KEPT_OR_BLANK.sub(lambda found: found[1] or ("\n" if "\n" in found[0] else " "), text).strip()

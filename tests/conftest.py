@@ -123,6 +123,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(outside)
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist, which would deal out tests one by one
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Workers take the list's halves and then from each other, so that a file's fixtures are seldom made twice."""
+    if getattr(config.option, "numprocesses", None) and config.option.dist == "no":
+        config.option.dist = "worksteal"
+
+
 def pytest_collection() -> None:
     """Nothing is garbage here, and to look for it took a quarter of the collection."""
     gc.disable()

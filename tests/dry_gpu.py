@@ -13,10 +13,11 @@ that the kernel may have where that is more. Left out are 0 bytes of it, a carve
 
 import contextlib
 import ctypes
+import functools
 import hashlib
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, ValuesView
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -26,7 +27,6 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from optimized import ahead, launch, tensor_map
 from optimized import device as device_checks
@@ -74,7 +74,7 @@ class _Pretends(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         x = args[0] if args and isinstance(args[0], torch.Tensor) else None
-        if x is not None and x.device.type == "meta":
+        if x is not None and x.is_meta:
             if func in self.attributes:
                 return self.attributes[func](x)
             if func in _FROM or (func is torch.Tensor.to and any(map(_is_cpu, (*args, *kwargs.values())))):
@@ -331,15 +331,10 @@ class DryGpu(contextlib.ExitStack):
     def note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """An op of PyTorch, where it computes something."""
         name = func._schema.name.removeprefix("aten::")
+        if not self.written or name in (*_ALLOCATIONS, "lift_fresh", "detach", "alias", "_unsafe_view"):
+            return
         views = any(one.alias_info is not None and not one.alias_info.is_write for one in func._schema.returns)
-        tensors = [x for x in tree_leaves((args, kwargs, result)) if isinstance(x, torch.Tensor)]
-        if (
-            name in _ALLOCATIONS
-            or views
-            or not self.written
-            or all(x.device.type != "meta" for x in tensors)
-            or name in ("lift_fresh", "detach", "alias", "_unsafe_view")
-        ):
+        if views or not _any_is_here((args, kwargs, result)):
             return
         options = [f"{key}={self.shown(value)}" for key, value in kwargs.items() if key not in ("device", "pin_memory")]
         self.lines.append(f"{name}({', '.join([*map(self.shown, args), *options])}) -> {self.shown(result)}")
@@ -359,13 +354,26 @@ def _name(dtype: torch.dtype) -> str:
     return DTYPES.get(dtype, str(dtype).removeprefix("torch."))
 
 
+def _any_is_here(x: Any) -> bool:
+    """Whether some tensor of nested arguments is on the pretended GPU."""
+    if isinstance(x, torch.Tensor):
+        return x.device.type == "meta"
+    if isinstance(x, dict):
+        x = x.values()
+    return isinstance(x, (list, tuple, ValuesView)) and any(map(_any_is_here, x))
+
+
 def _forget_addresses() -> None:
     """Empty every cache of `optimized`: some are by address."""
-    for name, module in list(sys.modules.items()):
-        if name.startswith("optimized."):
-            for value in vars(module).values():
-                if hasattr(value, "cache_clear"):
-                    value.cache_clear()
+    for name in [name for name in sys.modules if name.startswith("optimized.")]:
+        for cached in _caches(name):
+            cached.cache_clear()
+
+
+@functools.cache
+def _caches(name: str) -> list[Any]:
+    """Those of a module."""
+    return [value for value in vars(sys.modules[name]).values() if hasattr(value, "cache_clear")]
 
 
 class _Notes(TorchDispatchMode):
@@ -377,8 +385,7 @@ class _Notes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         implementation = _IMPLEMENTATIONS["CUDA"].get(func._schema.name.removeprefix("twin::"))
-        here = any(isinstance(x, torch.Tensor) and x.device.type == "meta" for x in tree_leaves((args, kwargs)))
-        if func.namespace == "twin" and implementation is not None and here:
+        if func.namespace == "twin" and implementation is not None and _any_is_here((args, kwargs)):
             with self, self.pretends:
                 return implementation(*args, **(kwargs or {}))
         if func in _ANSWERS:

@@ -72,10 +72,10 @@ def test_it_changes_no_bit(way: str, fp8: bool, same_bits) -> None:
     found = []
     for run in (WAYS["plain"], WAYS[way]):
         model, results = Two(), []
-        for step in range(3):
+        for step in range(2):
             torch.manual_seed(step)
             model.zero_grad()
-            x = (numbers(step, 24, 2, 64) * 4**step).bfloat16().requires_grad_()
+            x = (numbers(step, 9, 2, 64) * 4**step).bfloat16().requires_grad_()
             with te.autocast(enabled=fp8, recipe=RECIPE):
                 y = run(model, x)
             y.backward(numbers(9, *y.shape).bfloat16())
@@ -91,7 +91,7 @@ def test_several_microbatches_are_recomputed_in_their_order(same_bits) -> None:
     found = []
     for run in (WAYS["plain"], WAYS["each"]):
         model = Two()
-        xs = [(numbers(i, 24, 2, 64) * 3**i).bfloat16().requires_grad_() for i in range(3)]
+        xs = [(numbers(i, 9, 2, 64) * 3**i).bfloat16().requires_grad_() for i in range(3)]
         for _ in range(2):
             torch.manual_seed(0)
             ys = []

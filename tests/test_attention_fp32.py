@@ -164,14 +164,24 @@ def test_the_first_program_of_every_introduction(variant: str, fp8: bool) -> Non
         assert torch.equal(one, three)
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("variant", ["defaults", "padding", "decoder", "gqa, swiglu, rmsnorm, no bias"])
+@pytest.mark.parametrize(
+    "variant",
+    [
+        "the MLP alone",
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("defaults", "padding", "decoder")),
+        pytest.param("gqa, swiglu, rmsnorm, no bias", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_compiler_follows_it(variant: str) -> None:
     torch._dynamo.reset()
     torch.manual_seed(1)
-    arguments = {"hidden_dropout": 0.0, "attention_dropout": 0.0, **VARIANTS[variant]}
-    layer = te.TransformerLayer(64, 128, 4, **arguments)
+    layer: torch.nn.Module
+    if variant == "the MLP alone":  # attention in fp32 is below, the whole layer in test_compile.py
+        layer = te.LayerNormMLP(64, 128)
+    else:
+        arguments = {"hidden_dropout": 0.0, "attention_dropout": 0.0, **VARIANTS[variant]}
+        layer = te.TransformerLayer(64, 128, 4, **arguments)
     compiled = torch.compile(copy.deepcopy(layer), fullgraph=True, backend="aot_eager")
     grads = []
     for run in (layer, compiled):

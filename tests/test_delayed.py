@@ -31,7 +31,7 @@ def weights(layer: torch.nn.Module) -> list[torch.nn.Parameter]:
     return [p for name, p in layer.named_parameters() if name.endswith("weight") and "layer_norm" not in name]
 
 
-@pytest.mark.sample(24)
+@pytest.mark.sample(16)
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("name", LAYERS)

@@ -98,7 +98,7 @@ def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor],
         same_bits(found[name], x, name)
 
 
-@pytest.mark.sample(9)
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("name", LAYERS)
 def test_the_first_step_after_a_change(name: str, change: str, same_bits: Any) -> None:
@@ -227,7 +227,7 @@ def test_another_recipe_between_leaves_no_trace(same_bits: Any) -> None:
     assert_same(step(layer, new, STEPS), wanted, same_bits)
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize(("old", "new"), [(HYBRID, E4M3), (E4M3, HYBRID)])
@@ -311,7 +311,7 @@ def test_weights_kept_in_fp8(same_bits: Any) -> None:
 def test_compiled(same_bits: Any) -> None:
     """Eager and compiled steps in turn, with the recipe changed between them."""
     torch._dynamo.reset()
-    recipes = [START, START, replace(START, fp8_format=E4M3), replace(START, margin=3), START, replace(START, margin=3)]
+    recipes = [START, replace(START, fp8_format=E4M3), replace(START, margin=3), START]
     eager, compiled = trained("Linear", START), trained("Linear", START)
     run = torch.compile(compiled, backend="aot_eager")
     for i, recipe in enumerate(recipes):
@@ -319,7 +319,7 @@ def test_compiled(same_bits: Any) -> None:
         compiled.zero_grad()
         x = torch.linspace(-3, 2, 16 * 2 * 32).cos().mul(1 + i).reshape(16, 2, 32).to(torch.bfloat16).requires_grad_()
         with te.autocast(recipe=recipe):
-            y = (compiled if i == 3 else run)(x)
+            y = (compiled if i == 2 else run)(x)
         y.backward(torch.linspace(-7, 5, y.numel()).sin().mul(0.01).reshape(y.shape).to(y.dtype))
         same_bits(y, wanted["y"], f"y {i}")
         same_bits(x.grad, wanted["dx"], f"dx {i}")

@@ -17,7 +17,7 @@ BF16 = torch.bfloat16
 LAUNCH = re.compile(r"(again )?(\w+\.\w+ \[|TorchO)")
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("without_gradients", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("small", [0, blocks.SMALL], ids=["two nodes", "one node"])
 @pytest.mark.parametrize("batch", [1, 3])

@@ -129,7 +129,7 @@ def test_launches_of_the_calls(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SIZED)
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(
     rows=st.one_of(st.integers(0, 300), st.sampled_from((1023, 4097, 9000, 70000))),
     cols=st.one_of(st.integers(0, 40).map(lambda n: 16 * n), st.integers(1, 3000), st.sampled_from(WIDTHS)),

@@ -47,7 +47,7 @@ class Activation(torch.autograd.Function):
         return torch.ops.twin.activation_backward(grad, *ctx.saved_tensors, ctx.kind), None
 
 
-@pytest.mark.sample(50)
+@pytest.mark.sample(30)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])

@@ -1,18 +1,20 @@
 """Codes, sums, amaxes and random numbers on other machines: instruction sets of torch's and NumPy's, and threads."""
 
+import contextlib
+import io
 import os
 import subprocess
 import sys
 
-import torch
+import pytest
+from conftest import torch_threads
 from numpy._core._multiarray_umath import __cpu_dispatch__, __cpu_features__
 
 DIGEST = """
-import hashlib, sys, torch
+import hashlib, torch
 from numpy._core._multiarray_umath import __cpu_dispatch__, __cpu_features__
 from reference import formats, philox
 from reference.ops.dbias import sum_rows
-torch.set_num_threads(int(sys.argv[1]))
 digest = hashlib.sha256()
 words = torch.arange(-(2**15), 2**15, dtype=torch.int16)
 for fmt in formats.FORMATS:
@@ -29,25 +31,20 @@ print(torch.backends.cpu.get_cpu_capability(), plain, digest.hexdigest())
 """
 
 
-def test_instruction_sets_and_thread_counts_give_the_same_bits():
+@pytest.mark.parametrize("capability", ["default", pytest.param("avx2", marks=pytest.mark.slow)])
+def test_instruction_sets_and_thread_counts_give_the_same_bits(capability: str) -> None:
     """The plainest CPU's kernels on one thread (of NumPy none that is chosen at run time: AVX2, AVX-512, FMA) and this
     CPU's on two: codes, dbias, amax, and normal numbers, of which tests/test_philox.py has the golden digest.
     """
-    digests = {}
-    lower = [("avx2", 2)] if torch.backends.cpu.get_cpu_capability() == "AVX512" else []
-    for capability, threads in (("default", 1), *lower, ("", 2)):
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        environment.pop("ATEN_CPU_CAPABILITY", None)
-        if capability:
-            environment["ATEN_CPU_CAPABILITY"] = capability
-        if capability == "default":
-            found = (name for name in __cpu_dispatch__ if __cpu_features__[name])
-            environment["NPY_DISABLE_CPU_FEATURES"] = " ".join(found)
-        run = subprocess.run(
-            [sys.executable, "-c", DIGEST, str(threads)], env=environment, capture_output=True, text=True
-        )
-        assert run.returncode == 0, run.stderr
-        name, plain, digests[capability] = run.stdout.split()
-        assert name == capability.upper() or not capability
-        assert plain == "True" or capability != "default"
-    assert len(set(digests.values())) == 1, digests
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    environment |= {"ATEN_CPU_CAPABILITY": capability, "OMP_NUM_THREADS": "1"}
+    if capability == "default":
+        environment["NPY_DISABLE_CPU_FEATURES"] = " ".join(name for name in __cpu_dispatch__ if __cpu_features__[name])
+    there = subprocess.run([sys.executable, "-c", DIGEST], env=environment, capture_output=True, text=True)
+    assert there.returncode == 0, there.stderr
+    name, plain, digest = there.stdout.split()
+    assert name == capability.upper()
+    assert plain == "True" or capability != "default"
+    with torch_threads(2), contextlib.redirect_stdout(io.StringIO()) as here:
+        exec(DIGEST, {})
+    assert here.getvalue().split()[2] == digest

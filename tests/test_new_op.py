@@ -97,7 +97,7 @@ SECTION = "### `twin::toy`\n`y = -x`.\n"
 CONTRACT = "docs/numerics.md"
 ASKED = {
     "tests/test_ops.py": (
-        "test_a_call_gives_the_same_twice_and_changes_what_it_says[toy]",
+        "test_a_call_gives_the_same_twice_and_changes_what_it_says[toy-4]",
         "test_cuda_gives_the_words_of_the_cpu[toy]",
         "test_nothing_gives_no_nan[toy]",
         "test_every_file_of_ops_is_in_the_contract",

@@ -195,7 +195,7 @@ def wrong(layer: str, name: str, found: list[str]) -> list[Any]:
     return results if off or "changed" in found else [*results, (layer, name, "is always refused", found)]
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("layer", LAYERS)
 def test_arguments_of_a_layer(layer: str) -> None:
     found = {(name, forward): effects(layer, name, forward, None) for one, name, forward in ARGUMENTS if one == layer}
@@ -224,7 +224,7 @@ SWITCHED = [
 ]
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(("layer", "n"), SWITCHED)
 def test_settings_of_what_is_switched_off(layer: str, n: int) -> None:
     """State 0 is the layer's base, of which the test above has what acts in it."""

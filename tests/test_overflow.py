@@ -101,7 +101,7 @@ def check(layer: Any, recipe: Any, places: tuple[int, ...] = (457,)) -> None:
     assert finite(gradients(layer, recipe, None)), "the next step is an ordinary one"
 
 
-@pytest.mark.sample(40)
+@pytest.mark.sample(24)
 @DEVICES
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("name", FEW)
@@ -111,7 +111,7 @@ def test_every_recipe(name: str, recipe: str, device: str) -> None:
         check(made(name, BF16).to(device), RECIPES[recipe], (0, 700, 1535))
 
 
-@pytest.mark.sample(60)
+@pytest.mark.sample(36)
 @DEVICES
 @pytest.mark.parametrize("recipe", ["hybrid", "current, e4m3"])
 @pytest.mark.parametrize("name", [name for name in LAYERS if name not in FEW])

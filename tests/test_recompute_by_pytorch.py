@@ -62,7 +62,7 @@ def train(make: Callable[[], torch.nn.Module], run: Run, recipe: Any = RECIPE, *
     return [*results, torch.get_rng_state()]
 
 
-@pytest.mark.sample(9)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("early", [True, False])
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("name", MODELS)

@@ -109,10 +109,10 @@ def search(
     return counts
 
 
-def test_twelve_flipped_bits(tmp_path: Path) -> None:
-    counts = search(12, 11, tmp_path, "TransformerLayer", "delayed")
-    assert sum(counts.values()) == 12
-    assert sum(n for what, n in counts.items() if "no effect" not in what) >= 10, counts
+def test_six_flipped_bits(tmp_path: Path) -> None:
+    counts = search(6, 11, tmp_path, "TransformerLayer", "delayed")
+    assert sum(counts.values()) == 6
+    assert sum(n for what, n in counts.items() if "no effect" not in what) >= 5, counts
 
 
 @pytest.fixture(scope="module")

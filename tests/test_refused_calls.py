@@ -233,7 +233,7 @@ def refuse(layer: torch.nn.Module, good: dict[str, Any], bad: dict[str, Any]) ->
     assert_unchanged(before, state(layer), what)
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_refused_call_changes_nothing(name: str, fp8: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -131,7 +131,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("mode", ["bf16", "fp8"])
 @pytest.mark.parametrize("option", OPTIONS)
 def test_an_option_of_attention_is_replayed(option: str, mode: str) -> None:

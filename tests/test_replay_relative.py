@@ -127,7 +127,7 @@ def train(layer: Any, recipe: Any, given: Any = GIVEN["plain"], steps: int = 4, 
     return seen
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("small", [0, blocks.SMALL], ids=["two pairs", "one pair"])
 @pytest.mark.parametrize("name", LAYERS)
@@ -144,7 +144,7 @@ def test_a_moved_tape_is_the_one_that_would_be_recorded(
     assert compared.fixed == 0
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("given", GIVEN)
 @pytest.mark.parametrize("weights", ["plain", "in fp8", "cast in the first microbatch"])
 def test_what_else_a_moved_tape_reads(given: str, weights: str, compared: Compared) -> None:

@@ -48,6 +48,7 @@ def samples(stats: Any) -> list[str]:
 PARTS = ["", "layernorm_mlp", "self_attention.proj"]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("second", PARTS)
 @pytest.mark.parametrize("first", PARTS)
 def test_one_inside_of_another_measures_what_each_would_alone(first: str, second: str) -> None:
@@ -77,6 +78,7 @@ def test_they_may_end_in_any_order_and_by_an_error(first: int) -> None:
         assert samples(every[i]) == alone(part, steps=1 + (i != first))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("outer", ["record", "statistics"])
 def test_a_step_is_recorded_while_statistics_are_open(outer: str, every: int, tmp_path: Path) -> None:

@@ -97,6 +97,7 @@ def test_any_shape_any_codes(kind, shape, styles, split, seed):
     assert_equal(kind, a, b, 128 if split and instruction is model.FP8_STEP else None)
 
 
+@pytest.mark.sample(27)
 @pytest.mark.parametrize("kind", inputs.KINDS)
 @pytest.mark.parametrize("style", STYLES)
 def test_styles_with_full_tiles(kind, style):
@@ -171,6 +172,7 @@ def test_nothing_to_add_is_plus_zero(m, n):
         assert (out.view(torch.int32) == 0).all()
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("kind", inputs.KINDS)
 def test_many_products_in_one_call(kind, threads):

@@ -96,7 +96,7 @@ def call_of(variant: str, shape: tuple[int, int, int]) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.sample(16)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("variant", PARTS)
 @pytest.mark.parametrize("recipe", [None, RECIPE, te.recipe.Float8CurrentScaling()], ids=["16", "delayed", "current"])
 def test_the_layer_as_one_has_the_bits_of_its_parts(
@@ -188,7 +188,7 @@ def found_by(layer: te.TransformerLayer) -> list[torch.Tensor]:
     return [y, x.grad, *(p.grad for p in layer.parameters())]
 
 
-@pytest.mark.sample(20)
+@pytest.mark.sample(14)
 @pytest.mark.parametrize("small", [0, 1 << 25], ids=["in halves", "as one"])
 @pytest.mark.parametrize("look", [*LOOKS, "a forward of its own", "a class of its own"])
 @pytest.mark.parametrize("name", list(parts_of(layer_of())))

@@ -68,6 +68,8 @@ class Inputs:
         return x.to(self.device)[start:].view(shape)
 
     def _memory(self, shape: tuple[int, ...], dtype: torch.dtype, start: int) -> torch.Tensor:
+        if not start:
+            return torch.empty(shape, dtype=dtype, device=self.device)
         return torch.empty(torch.Size(shape).numel() + start, dtype=dtype, device=self.device)[start:].view(shape)
 
     def x(self, *shape: int, dtype: torch.dtype = BF16, start: int = 0, special: bool = False) -> torch.Tensor:
