@@ -17,6 +17,8 @@ from reference import formats
 from reference.ops.activation import clamp_of, is_gated
 from reference.ops.attention import NO_LIMIT, keep_pairs, limits
 from reference.ops.attention_lengths import entries
+from reference.ops.attention_options import Options
+from reference.ops.attention_packed import gathered, scattered
 from reference.ops.cat_cast_transpose import side_by_side
 from reference.ops.dropout import dropped, keep_scale, threshold
 
@@ -161,9 +163,15 @@ def _attention(
     mask: T | None,
     dropout: float,
     rng_state: Any,
-    *more: T | None,
+    *more: Any,
 ) -> Results:
-    if _is_large(q, k) or any(x is not None for x in more[:3]):  # a bias, slopes, sinks
+    if any(x is not None for x in more[:3]):  # a bias, slopes, sinks
+        return []
+    options = Options(scale, mask_type, left, right, mask, dropout, rng_state, *more)
+    if options.packed:
+        padded, (q,), (k, v), (of_q, _) = gathered(options, (q,), (k, v))
+        return [None if x is None else scattered(x, of_q) for x in _attention(q, k, v, *padded)]
+    if _is_large(q, k):
         return []
     b, h, sq, _ = q.shape
     hidden = _hidden((b, h, sq, k.shape[2]), mask_type, left, right, mask, *more[3:])
@@ -173,7 +181,14 @@ def _attention(
 
 def _attention_backward(grad: T, q: T, k: T, v: T, out: T, m: T, inv: T, scale: float, *rest: Any) -> Results:
     mask_type, left, right, mask, dropout, rng_state, *more = rest
-    if _is_large(q, k) or any(x is not None for x in more[:3]):
+    if any(x is not None for x in more[:3]):
+        return []
+    options = Options(scale, *rest)
+    if options.packed:
+        padded, (grad, q, out), (k, v), (of_q, of_kv) = gathered(options, (grad, q, out), (k, v))
+        both = zip(_attention_backward(grad, q, k, v, out, m, inv, *padded), (of_q, of_kv, of_kv), strict=False)
+        return [None if x is None else scattered(x, maps) for x, maps in both]
+    if _is_large(q, k):
         return []
     b, h, sq, _ = q.shape
     hidden = _hidden((b, h, sq, k.shape[2]), mask_type, left, right, mask, *more[3:])
