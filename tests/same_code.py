@@ -4,7 +4,8 @@
     PYTHONPATH=. python tests/same_code.py --before ../old --write             # all; note it in docs/results
 
 Each tree lists its configurations and compiles them itself (`optimized.defaults`, and the benchmarks' kernels). The
-lists are compared place by place, so that files and macros may be renamed.
+lists are compared place by place, so that files and macros may be renamed; configurations that only the second one has
+are left out.
 
 First the sources are compared, with their includes in place, as the words that a compiler reads: where only comments,
 blank space or the names and folders of files differ, nothing is compiled.
@@ -284,6 +285,12 @@ class Tree:
         self._process.wait()
 
 
+def without_new(old: Sequence[Any], new: Sequence[Any]) -> list[Any]:
+    """The configurations of `new` without those that are new, where it has all of `old`: a kernel's new options."""
+    known = [one for one in new if one in old]
+    return known if len(known) == len(old) else list(new)
+
+
 def compare(trees: tuple[Tree, Tree], kernels: Sequence[str], *, whole: bool, jobs: int) -> dict[str, Any]:
     """Compare configurations of both trees.
 
@@ -292,10 +299,11 @@ def compare(trees: tuple[Tree, Tree], kernels: Sequence[str], *, whole: bool, jo
         of how many the sources and the PTX were equal, of how many cubins were compared, and which differ.
     """
     (old,), (new,) = (tree.ask("list") for tree in trees)
-    if len(old["listed"]) != len(new["listed"]):
+    listed = without_new(old["listed"], new["listed"])
+    if len(old["listed"]) != len(listed):
         raise SystemExit(f"the trees list {len(old['listed'])} and {len(new['listed'])} configurations.")
     chosen = [
-        pair for pair in zip(old["listed"], new["listed"], strict=True)
+        pair for pair in zip(old["listed"], listed, strict=True)
         if not kernels or {pair[0][0], pair[1][0]} & set(kernels)
     ]  # fmt: skip
 

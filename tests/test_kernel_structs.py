@@ -29,6 +29,7 @@ from optimized.ops import (
     softmax,
 )
 
+OPTIONS = ("BIAS", "SINK", "LENGTHS", "PACKED")  # that Arguments depends on
 STRIDES = {"mask_strides": "mask_b", "out_strides": "out_b", "bias_strides": "bias_b", "slope_strides": "slope_b"}
 LAST = "everything before holds"
 
@@ -53,19 +54,20 @@ def attentions() -> Iterator[Case]:
     for kernel in ("attention", "attention_wide", "attention_backward", "attention_backward_wide", "attention_fp8"):
         shown = set()
         for _, macros in configurations(kernel):
-            options = {name: int(macros.get(name, 0)) for name in ("BIAS", "SINK", "LENGTHS", "HEADS_APART")}
+            options = {name: int(macros.get(name, 0)) for name in (*OPTIONS, "HEADS_APART")}
             if tuple(options.values()) in shown:
                 continue
             shown.add(tuple(options.values()))
-            biased, sunk, lengths, apart = map(bool, options.values())
-            yield Case(kernel, "Arguments", attention.argument_type(biased, sunk, lengths), options, STRIDES)
+            *of_arguments, apart = map(bool, options.values())
+            yield Case(kernel, "Arguments", attention.argument_type(*of_arguments), options, STRIDES)
             if "backward" in kernel:
                 scratch = attention_backward.SCRATCH_APART if apart else attention_backward.SCRATCH
                 yield Case(kernel, "Scratch", scratch, options)
-    for kernel in ("attention_bias", "attention_backward_ends"):
-        macros = configurations(kernel)[0][1]
-        options = {name: int(macros.get(name, 0)) for name in ("BIAS", "SINK", "LENGTHS")}
-        yield Case(kernel, "Arguments", attention.argument_type(*map(bool, options.values())), options, STRIDES)
+    for kernel in ("attention_bias", "attention_backward_ends", "attention_gaps"):
+        several = configurations(kernel)
+        for macros in (several[0][1], several[-1][1]) if len(several) > 1 else (several[0][1],):
+            options = {name: int(macros.get(name, 0)) for name in OPTIONS}
+            yield Case(kernel, "Arguments", attention.argument_type(*map(bool, options.values())), options, STRIDES)
     yield Case("attention_backward_ends", "Scratch", attention_backward.SCRATCH, {"HEADS_APART": 0})
 
 

@@ -36,7 +36,7 @@ SPILLING = [
     for kernel, defines in ALL
     if (kernel in ("attention", "attention_backward") and (defines["DROPOUT"], defines["D_CHUNKS"]) == (1, 1))
     or (kernel == "attention" and "LENGTHS" in defines)
-    or (kernel == "attention_backward" and {"HEADS_APART", "LENGTHS"} <= defines.keys())
+    or (kernel == "attention_backward" and ({"HEADS_APART", "LENGTHS"} <= defines.keys() or "PACKED" in defines))
 ]
 
 
@@ -113,14 +113,16 @@ def test_it_compiles_without_spill_or_warning(configuration: Configuration, buil
 SPILLED = 48  # bytes, by heads of 64 channels with dropout: docs/log/attention.md
 WITH_LENGTHS = 96  # of the same, and of other heads with a bias
 APART = 124  # of the backward's works that go on from sums, with both; 4 with lengths alone
+PACKED = 28  # more: the producer knows where sequences begin, and the consumers clear what lies behind them
 
 
 @pytest.mark.parametrize("configuration", sampled(SPILLING), ids=label)
 def test_what_spills_a_dozen_registers_spills_no_more(configuration: Configuration, builds) -> None:  # type: ignore[no-untyped-def]
     build = builds[label(configuration)]
-    assert max(max(usage.spill_stores, usage.spill_loads) for usage in ptxas.usage(build.log)) <= (
-        APART if "HEADS_APART" in configuration[1] else WITH_LENGTHS if "LENGTHS" in configuration[1] else SPILLED
-    )
+    macros = configuration[1]
+    most = APART if "HEADS_APART" in macros else WITH_LENGTHS if "LENGTHS" in macros else SPILLED
+    most += PACKED if "PACKED" in macros else 0
+    assert max(max(usage.spill_stores, usage.spill_loads) for usage in ptxas.usage(build.log)) <= most
     assert not [line for line in ptxas.complaints(build.log) if "spill" not in line and "stack" not in line]
 
 

@@ -233,6 +233,27 @@ def test_a_layer_leaves_little_to_pytorch(microbatches: tuple[bool, list[list[st
     assert second.count("torch.add_ bf16") == 13, "the input, and parameters"
 
 
+@pytest.mark.parametrize(("channels", "fp8"), [(16, False), (128, True), (136, False)])
+def test_packed_sequences_are_read_where_they_lie(channels: int, fp8: bool) -> None:
+    """No activation is gathered; wider heads' are, and these gathers a tape may hold."""
+    how: dict[str, Any] = {"attn_input_format": "thd", "self_attn_mask_type": "padding_causal", "fuse_qkv_params": True}
+    with DryGpu() as gpu:
+        layer = optimized.TransformerLayer(
+            64, 128, 4, kv_channels=channels, hidden_dropout=0.0, params_dtype=torch.bfloat16, **how
+        )
+        x = torch.empty(48, 64, dtype=torch.bfloat16, device="cuda").requires_grad_()
+        ends = torch.empty(4, dtype=torch.int32, device="cuda")
+        with te.autocast(enabled=fp8):
+            gpu.lines.clear()
+            out = layer(x, cu_seqlens_q=ends, max_seqlen_q=20)
+        out.backward(torch.empty_like(out))
+        launched = names(gpu.taken())
+    of_pytorch = {name for name in launched if name.endswith((" bf16", " fp16"))}
+    assert launched.count("attention_gaps") == (0 if channels > 128 else 3)
+    assert of_pytorch == ({"torch.index_select bf16", "torch.masked_fill_ bf16"} if channels > 128 else set())
+    assert channels > 128 or launched.count("torch.sub int32") == 3, "for the check of ends, and lengths"
+
+
 def test_a_layer_casts_its_weights_once_a_step(microbatches: tuple[bool, list[list[str]]]) -> None:
     """All of attention's in one launch, all of the MLP's in another; none in a later microbatch."""
     fp8, (first, second) = microbatches

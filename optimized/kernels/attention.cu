@@ -14,7 +14,7 @@
 // A tile has one of the chunks of N_OUT columns of d: all, as heads of more than 128 take attention_wide.cu.
 //
 // Defines: FORMAT (BF16 | FP16), D_CHUNKS (d in chunks of 64: 1, 2), N_OUT (64 | 128), STAGES, Q_STAGES, DROPOUT
-// (0 | 1), BIAS (0 | 1), SINK (0 | 1), LENGTHS (0 | 1).
+// (0 | 1), BIAS (0 | 1), SINK (0 | 1), LENGTHS (0 | 1), PACKED (0 | 1).
 #include "attention_softmax.cuh"
 #include "ptx/grid.cuh"
 
@@ -33,6 +33,14 @@ struct Tile {
     Limits limits;
 #endif
 };
+
+__device__ __forceinline__ const Limits& limits_of(const Arguments& a, const Tile& tile) {
+#if LENGTHS
+    return tile.limits;
+#else
+    return a;
+#endif
+}
 
 struct __align__(1024) Shared {
     unsigned char q[Q_STAGES][D_CHUNKS * kQueryChunk];
@@ -96,11 +104,12 @@ __device__ __forceinline__ void produce(Shared& shared, const CUtensorMap* q, co
         };
         const int key_head = tile.head / a.group, s = queries.index;
         const int q_chunks = LENGTHS && !tile.blocks.any() ? 0 : D_CHUNKS;
-        load(shared.q_box[s], queries.parity, shared.q[s], q, q_chunks, kQueryChunk, 0, tile.first, tile.head);
+        const int first = tile.first + q_start(limits_of(a, tile));
+        load(shared.q_box[s], queries.parity, shared.q[s], q, q_chunks, kQueryChunk, 0, first, tile.head);
         for (int j = tile.blocks.from; j < tile.blocks.to; j++, stage.advance()) {
-            const int n = stage.index;
-            load(shared.k_box[n], stage.parity, shared.k[n], k, D_CHUNKS, kChunk, 0, j * kTileRows, key_head);
-            load(shared.v_box[n], stage.parity, shared.v[n], v, N_OUT / 64, kChunk, tile.column, j * kTileRows, key_head);
+            const int n = stage.index, key = j * kTileRows + kv_start(limits_of(a, tile));
+            load(shared.k_box[n], stage.parity, shared.k[n], k, D_CHUNKS, kChunk, 0, key, key_head);
+            load(shared.v_box[n], stage.parity, shared.v[n], v, N_OUT / 64, kChunk, tile.column, key, key_head);
         }
     }
 }
@@ -122,8 +131,9 @@ __device__ __forceinline__ void store(const float (&o)[N_OUT / 2], const Rows& r
                                       unsigned short* out, float* m, float* inv, int row, const Tile& tile) {
     float last[2];
     finish(last, rows, a, m, inv, tile.batch, tile.head, row, tile.column == 0);
-    out += tile.batch * a.out_b + tile.head * a.out_h + row * a.out_s + tile.column;
-    store_rows(o, last[0], last[1], out, a.out_s, a.sq - row, a.d - tile.column);
+    const Limits& limits = limits_of(a, tile);
+    out += tile.batch * a.out_b + tile.head * a.out_h + (row + q_start(limits)) * a.out_s + tile.column;
+    store_rows(o, last[0], last[1], out, a.out_s, q_written(a, limits) - row, a.d - tile.column);
 }
 
 __device__ __forceinline__ void consume(Shared& shared, const Arguments& a, unsigned short* out, float* m, float* inv,
@@ -195,6 +205,12 @@ __device__ __forceinline__ void consume(Shared& shared, const Arguments& a, unsi
 #pragma unroll
             for (int step = 0; step < 8; step++) pack_operand<FORMAT>(p[step], s, step);
             shared.v_box[values.index].wait_full(values.parity);
+#if PACKED
+            if ((j + 1) * kTileRows > limits.skv) {
+                unsigned char* const v = shared.v[values.index];
+                clear_rows<N_OUT / 64>(v, kChunk, limits.skv - j * kTileRows, kTileRows, warpgroup);
+            }
+#endif
             wgmma_fence();
             add_values(o, p, shared_address(shared.v[values.index]));
             wgmma_commit();

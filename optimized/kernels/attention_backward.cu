@@ -52,16 +52,17 @@ __device__ __forceinline__ void produce(Shared& shared, const CUtensorMap* q, co
         const Work work = shared.work[works.index] = work_of(a, scratch, atomicAdd(scratch.ticket, 1));
         mbarrier_arrive(shared_address(&shared.work_box[works.index].full));
         if (work.key_head < 0) return;
+        const Limits& limits = limits_of(a, shared.work[works.index]);  // read from there each time: registers are few
         const auto load_keys = [&] {
             const unsigned keys_full = shared_address(&shared.keys_box.full);
             const int chunks = LENGTHS && !work.queries.any() ? 0 : D_CHUNKS;
             shared.keys_box.wait_empty(keys.parity);
             mbarrier_arrive_expect_tx(keys_full, chunks * 2 * kKeyChunk);
             for (int c = 0; c < chunks; c++) {
-                load_chunk(shared_address(shared.k) + c * kKeyChunk, k, keys_full, 64 * c, work.first, work.key_head,
-                           work.batch);
-                load_chunk(shared_address(shared.v) + c * kKeyChunk, v, keys_full, 64 * c, work.first, work.key_head,
-                           work.batch);
+                load_chunk(shared_address(shared.k) + c * kKeyChunk, k, keys_full, 64 * c, work.first + kv_start(limits),
+                           work.key_head, work.batch);
+                load_chunk(shared_address(shared.v) + c * kKeyChunk, v, keys_full, 64 * c, work.first + kv_start(limits),
+                           work.key_head, work.batch);
             }
         };
         bool has_keys = false;
@@ -74,15 +75,16 @@ __device__ __forceinline__ void produce(Shared& shared, const CUtensorMap* q, co
                 const unsigned q_full = shared_address(&shared.q_box[s].full);
                 mbarrier_arrive_expect_tx(q_full, D_CHUNKS * kChunk + 8 * QUERIES);
                 for (int c = 0; c < D_CHUNKS; c++)
-                    load_chunk(shared_address(shared.q[s]) + c * kChunk, q, q_full, 64 * c, row, head, work.batch);
+                    load_chunk(shared_address(shared.q[s]) + c * kChunk, q, q_full, 64 * c, row + q_start(limits), head,
+                               work.batch);
                 bulk_load(shared_address(shared.base[s]), scratch.base + at, 4 * QUERIES, q_full);
                 bulk_load(shared_address(shared.inv[s]), scratch.inv + at, 4 * QUERIES, q_full);
                 shared.grad_box[s].wait_empty(stage.parity);
                 const unsigned grad_full = shared_address(&shared.grad_box[s].full);
                 mbarrier_arrive_expect_tx(grad_full, D_CHUNKS * kChunk + 4 * QUERIES);
                 for (int c = 0; c < D_CHUNKS; c++)
-                    load_chunk(shared_address(shared.grad[s]) + c * kChunk, grad, grad_full, 64 * c, row, head,
-                               work.batch);
+                    load_chunk(shared_address(shared.grad[s]) + c * kChunk, grad, grad_full, 64 * c, row + q_start(limits),
+                               head, work.batch);
                 bulk_load(shared_address(shared.dots[s]), scratch.dots + at, 4 * QUERIES, grad_full);
                 if (!has_keys) load_keys(), has_keys = true;  // after the first queries: their place is free earlier
             }
@@ -192,6 +194,17 @@ struct Consumer {
         ds.advance(), dq.advance();
     }
 
+#if PACKED
+    // Clear the queries of the next tile that another entry has, from this one on.
+    __device__ __forceinline__ void clear_queries(int from) {
+        const int place = stage.index;
+        shared.q_box[place].wait_full(stage.parity);
+        shared.grad_box[place].wait_full(stage.parity);
+        clear_rows<D_CHUNKS>(shared.q[place], kChunk, from, QUERIES, warpgroup);
+        clear_rows<D_CHUNKS>(shared.grad[place], kChunk, from, QUERIES, warpgroup);
+    }
+#endif
+
     // One tile, and dq of the one before, if there was one.
     template <bool kFirst>
     __device__ __forceinline__ void tile(Pairs& at, bool some_hidden) {
@@ -282,6 +295,10 @@ __device__ __forceinline__ void consume(Shared& shared, const Arguments& a, cons
         consumer.of_work = work.limits;
 #endif
         const Limits& limits = consumer.limits();
+#if PACKED
+        if (work.queries.any() && work.first + kTileRows > limits.skv)
+            clear_rows<D_CHUNKS>(shared.k, kKeyChunk, limits.skv - work.first, kTileRows, warpgroup);
+#endif
         bool is_first = true;
         for (int n = head_from(work); n < head_to(work, a.group); n++, at.head++) {
             for (int first = work.queries.from; first < work.queries.to; first += QUERIES) {
@@ -289,6 +306,9 @@ __device__ __forceinline__ void consume(Shared& shared, const Arguments& a, cons
                 const bool some_hidden = a.mask != nullptr || first + QUERIES > limits.sq ||
                                          work.first + kTileRows > key_limit(limits, first) ||
                                          work.first < key_from(limits, first + QUERIES - 1);
+#if PACKED
+                if (first + QUERIES > limits.sq) consumer.clear_queries(limits.sq - first);
+#endif
                 if (is_first)
                     consumer.tile<true>(at, some_hidden), is_first = false;
                 else
@@ -310,9 +330,9 @@ __device__ __forceinline__ void consume(Shared& shared, const Arguments& a, cons
             hand_over(consumer.dv, consumer.dk, a, scratch, work);
 #endif
         } else {
-            const long long to = work.batch * a.out_b + work.key_head * a.out_h + row * a.out_s;
-            store_rows(consumer.dv, a.kept, a.kept, dv_out + to, a.out_s, a.skv - row, a.d);
-            store_rows(consumer.dk, a.scale, a.scale, dk_out + to, a.out_s, a.skv - row, a.d);
+            const long long to = work.batch * a.out_b + work.key_head * a.out_h + (row + kv_start(limits)) * a.out_s;
+            store_rows(consumer.dv, a.kept, a.kept, dv_out + to, a.out_s, kv_written(a, limits) - row, a.d);
+            store_rows(consumer.dk, a.scale, a.scale, dk_out + to, a.out_s, kv_written(a, limits) - row, a.d);
         }
     }
 }

@@ -26,14 +26,20 @@ extern "C" __global__ void __launch_bounds__(256)
     for (int at = (blockIdx.y * gridDim.x + blockIdx.x) * 256 + threadIdx.x; at < words; at += gridDim.x * gridDim.y * 256)
         scratch.summed[at] = 0;
 #endif
+#if PACKED
+    const Limits limits = limits_of(a, batch);
+#else
+    const Arguments& limits = a;
+#endif
     const int first = blockIdx.y * (kEach * kGroups) + threadIdx.x / kLanes;
     uint4 x[kEach] = {}, y[kEach] = {};
 #pragma unroll
     for (int n = 0; n < kEach; n++) {
         const int query = first + n * kGroups;
-        if (query >= a.sq || 8 * lane >= a.d) continue;
-        x[n] = *reinterpret_cast<const uint4*>(grad + batch * grad_b + head * grad_h + query * grad_s + 8 * lane);
-        y[n] = *reinterpret_cast<const uint4*>(out + batch * a.out_b + head * a.out_h + query * a.out_s + 8 * lane);
+        if (query >= q_written(a, limits) || 8 * lane >= a.d) continue;
+        const int row = query + q_start(limits);
+        x[n] = *reinterpret_cast<const uint4*>(grad + batch * grad_b + head * grad_h + row * grad_s + 8 * lane);
+        y[n] = *reinterpret_cast<const uint4*>(out + batch * a.out_b + head * a.out_h + row * a.out_s + 8 * lane);
     }
 #pragma unroll
     for (int n = 0; n < kEach; n++) {
@@ -95,6 +101,7 @@ extern "C" __global__ void __launch_bounds__(256)
         const float4 four = any ? from[128 * j + threadIdx.x % 128] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         sum[4 * j] = four.x, sum[4 * j + 1] = four.y, sum[4 * j + 2] = four.z, sum[4 * j + 3] = four.w;
     }
-    store_rows(sum, a.scale, a.scale, dq + batch * a.out_b + head * a.out_h + row * a.out_s + column, a.out_s, a.sq - row,
-               a.d - column);
+    store_rows(sum, a.scale, a.scale,
+               dq + batch * a.out_b + head * a.out_h + (row + q_start(limits)) * a.out_s + column, a.out_s,
+               q_written(a, limits) - row, a.d - column);
 }

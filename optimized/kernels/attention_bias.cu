@@ -154,10 +154,11 @@ extern "C" __global__ void __launch_bounds__(256)
         if (threadIdx.x == 0) {
             mbarrier_arrive_expect_tx(full, D_CHUNKS * 2 * (kQueryChunk + kKeyChunk));
             for (int c = 0; c < D_CHUNKS; c++) {
-                load_chunk(shared_address(shared.q) + c * kQueryChunk, &q, full, 64 * c, first, head, batch);
-                load_chunk(shared_address(shared.grad) + c * kQueryChunk, &grad, full, 64 * c, first, head, batch);
-                load_chunk(shared_address(shared.k) + c * kKeyChunk, &k, full, 64 * c, key, head / a.group, batch);
-                load_chunk(shared_address(shared.v) + c * kKeyChunk, &v, full, 64 * c, key, head / a.group, batch);
+                const int query_row = first + q_start(limits), key_row = key + kv_start(limits);
+                load_chunk(shared_address(shared.q) + c * kQueryChunk, &q, full, 64 * c, query_row, head, batch);
+                load_chunk(shared_address(shared.grad) + c * kQueryChunk, &grad, full, 64 * c, query_row, head, batch);
+                load_chunk(shared_address(shared.k) + c * kKeyChunk, &k, full, 64 * c, key_row, head / a.group, batch);
+                load_chunk(shared_address(shared.v) + c * kKeyChunk, &v, full, 64 * c, key_row, head / a.group, batch);
             }
         }
         at.head = batch * a.heads + head;

@@ -8,7 +8,8 @@
 //
 // Defines: BIAS (0 | 1, 0 where it is not defined): whether scores have a bias (attention_bias.cuh). SINK (the same):
 // whether heads have a sink. LENGTHS (the same): whether entries of the batch have lengths
-// (reference/ops/attention_lengths.py).
+// (reference/ops/attention_lengths.py). PACKED (the same): whether they lie one after the other in tensors
+// [tokens, heads, d] (reference/ops/attention_packed.py); then LENGTHS is 1.
 #pragma once
 
 #ifndef BIAS
@@ -20,10 +21,14 @@
 #ifndef LENGTHS
 #define LENGTHS 0
 #endif
+#ifndef PACKED
+#define PACKED 0
+#endif
 
 #include "elementary.cuh"
 #include "mailbox.cuh"
 #include "philox.cuh"
+#include "ptx/barrier.cuh"
 #include "ptx/cvt.cuh"
 #include "ptx/fence.cuh"
 #include "ptx/setmaxnreg.cuh"
@@ -63,6 +68,10 @@ struct Arguments {
     const int *q_lengths, *kv_lengths;  // [batches]; null: all of sq, all of skv
     int ends_align;                     // whether the diagonal ends at an entry's last query and key, not starts at (0, 0)
 #endif
+#if PACKED
+    int q_rows, kv_rows;               // of the tensors
+    const int *q_starts, *kv_starts;   // [batches]: an entry's first rows; sq and skv are the longest entries'
+#endif
 };
 
 // The queries and keys that an entry of the batch has, and which of them see each other; a part of Arguments, or what
@@ -73,13 +82,27 @@ struct Limits {
 #if BIAS
     int diagonal;
 #endif
+#if PACKED
+    int q_start, kv_start;
+#endif
 };
 
 __device__ __forceinline__ Limits limits_of(const Arguments& a, int batch) {
+#if PACKED
+    const int q_start = min(max(__ldg(a.q_starts + batch), 0), a.q_rows);
+    const int kv_start = min(max(__ldg(a.kv_starts + batch), 0), a.kv_rows);
+    const int sq = min(min(max(__ldg(a.q_lengths + batch), 0), a.sq), a.q_rows - q_start);
+    const int skv = min(min(max(__ldg(a.kv_lengths + batch), 0), a.skv), a.kv_rows - kv_start);
+#else
     const int sq = a.q_lengths == nullptr ? a.sq : min(max(__ldg(a.q_lengths + batch), 0), a.sq);
     const int skv = a.kv_lengths == nullptr ? a.skv : min(max(__ldg(a.kv_lengths + batch), 0), a.skv);
+#endif
     const int shift = a.ends_align ? skv - sq : 0;
-#if BIAS
+#if PACKED && BIAS
+    return {sq, skv, a.lower + shift, a.upper + shift, shift, q_start, kv_start};
+#elif PACKED
+    return {sq, skv, a.lower + shift, a.upper + shift, q_start, kv_start};
+#elif BIAS
     return {sq, skv, a.lower + shift, a.upper + shift, shift};
 #else
     return {sq, skv, a.lower + shift, a.upper + shift};
@@ -91,14 +114,50 @@ using Limits = Arguments;
 __device__ __forceinline__ const Limits& limits_of(const Arguments& a, int) { return a; }
 #endif
 
+// The rows of a tensor at which an entry's queries and keys begin, and up to which results are written.
+#if PACKED
+__device__ __forceinline__ int q_start(const Limits& limits) { return limits.q_start; }
+__device__ __forceinline__ int kv_start(const Limits& limits) { return limits.kv_start; }
+__device__ __forceinline__ int q_written(const Arguments&, const Limits& limits) { return limits.sq; }
+__device__ __forceinline__ int kv_written(const Arguments&, const Limits& limits) { return limits.skv; }
+#else
+template <class Of>
+__device__ __forceinline__ int q_start(const Of&) { return 0; }
+template <class Of>
+__device__ __forceinline__ int kv_start(const Of&) { return 0; }
+template <class Of>
+__device__ __forceinline__ int q_written(const Arguments& a, const Of&) { return a.sq; }
+template <class Of>
+__device__ __forceinline__ int kv_written(const Arguments& a, const Of&) { return a.skv; }
+#endif
+
 // What a weight's exponent has of a score, which `add_bias` of attention_bias.cuh has multiplied where there is a bias.
 __device__ __forceinline__ float factor(const Arguments& a) { return BIAS ? 1.0f : a.c; }
 
-// A head's [sequence, d] matrix: 64 values of d from `x`, and as many rows as the map's box, from `row`.
+// A head's [sequence, d] matrix: 64 values of d from `x`, and as many rows as the map's box, from `row`. Of packed entries
+// it brings rows of the next one, too: `clear_rows`.
 __device__ __forceinline__ void load_chunk(unsigned destination, const CUtensorMap* map, unsigned full, int x, int row,
                                            int head, int batch) {
-    tma_load_5d(destination, map, full, x, row, head, batch, 0);
+    tma_load_5d(destination, map, full, x, row, head, PACKED ? 0 : batch, 0);
 }
+
+#if PACKED
+
+// Rows of a tile from `from` on, up to `count`, become zeros, because 0 times the next entry's NaN or infinity is NaN. By
+// one warpgroup, before it reads them; if another one reads them, it does the same.
+template <int kChunks>
+__device__ __forceinline__ void clear_rows(unsigned char* tile, int chunk_bytes, int from, int count, int warpgroup) {
+#pragma unroll 1
+    for (int at = from * 128 + threadIdx.x % 128 * 16; at < count * 128; at += 128 * 16) {
+#pragma unroll
+        for (int c = 0; c < kChunks; c++)
+            *reinterpret_cast<uint4*>(tile + c * chunk_bytes + at) = make_uint4(0, 0, 0, 0);
+    }
+    fence_proxy_async();
+    barrier_sync<128>(1 + warpgroup);
+}
+
+#endif
 
 // Descriptors. A row is 128 bytes, so 16 values of d are 2 units of 16 bytes, and 16 rows are 128 units.
 __device__ __forceinline__ unsigned long long along_d(unsigned tile, int chunk_bytes, int step) {

@@ -5,7 +5,7 @@ Semantics: `reference.ops.attention`.
 
 import functools
 import itertools
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from reference.ops.attention import BLOCK, LOWEST, NO_LIMIT, factor, limits, out
 from reference.ops.attention_bias import diagonal
 from reference.ops.attention_lengths import without_lengths
 from reference.ops.attention_options import Options
+from reference.ops.attention_packed import batch_of, by_heads
 from reference.ops.dropout import keep_scale, threshold
 from reference.ops.library import on_cuda
 
@@ -34,11 +35,12 @@ ARGUMENTS = np.dtype(
     + [(name, "f4") for name in ("c", "kept", "scale")],
     align=True,
 )
-# What follows where BIAS, SINK or LENGTHS is 1.
+# What follows where BIAS, SINK, LENGTHS or PACKED is 1.
 _BIAS = [("bias", "u8"), ("slopes", "u8"), ("bias_strides", "i8", 3), ("slope_b", "i8")]
 _BIAS += [("bias_is_fp32", "i4"), ("diagonal", "i4")]
 _SINK = [("sinks", "u8")]
 _LENGTHS = [("q_lengths", "u8"), ("kv_lengths", "u8"), ("ends_align", "i4")]
+_PACKED = [("q_rows", "i4"), ("kv_rows", "i4"), ("q_starts", "u8"), ("kv_starts", "u8")]
 
 
 CAPACITIES = (64, 128, 256)  # head dimensions that kernels are compiled for
@@ -56,15 +58,31 @@ def defines(dtype: torch.dtype, d: int, dropout: bool, **more: int) -> dict[str,
 
 
 @functools.cache
-def argument_type(biased: bool, sunk: bool, lengths: bool) -> np.dtype:
+def argument_type(biased: bool, sunk: bool, lengths: bool, packed: bool = False) -> np.dtype:
     """The type of struct Arguments with these macros."""
-    more = _BIAS * biased + _SINK * sunk + _LENGTHS * lengths
+    more = _BIAS * biased + _SINK * sunk + _LENGTHS * lengths + _PACKED * packed
     return np.dtype([(name, ARGUMENTS[name]) for name in ARGUMENTS.names or ()] + more, align=True)
 
 
-def option_macros(biased: bool, lengths: bool, sunk: bool = False) -> dict[str, int]:
-    """The macros of kernels that add a bias, have sinks, or whose entries of a batch have lengths."""
-    return {name: 1 for name, has in (("BIAS", biased), ("SINK", sunk), ("LENGTHS", lengths)) if has}
+def option_macros(biased: bool, lengths: bool, sunk: bool = False, packed: bool = False) -> dict[str, int]:
+    """The macros of kernels that add a bias, have sinks, or whose entries of a batch have lengths, or are packed."""
+    given = (("BIAS", biased), ("SINK", sunk), ("LENGTHS", lengths), ("PACKED", packed))
+    return {name: 1 for name, has in given if has}
+
+
+class Entries(NamedTuple):
+    """Whether entries of a batch have lengths, and lie one after the other."""
+
+    lengths: bool
+    packed: bool = False
+
+    @staticmethod
+    def of(options: Options) -> "Entries":
+        """Those of a call."""
+        return Entries(options.has_lengths, options.packed)
+
+
+ENTRIES = (Entries(False), Entries(True), Entries(True, True))
 
 
 def queries_of(d: int) -> int:
@@ -74,9 +92,9 @@ def queries_of(d: int) -> int:
 
 @functools.cache
 def _kernels(
-    dtype: torch.dtype, d: int, dropout: bool, biased: bool, sunk: bool, lengths: bool, cluster: int = 1
+    dtype: torch.dtype, d: int, dropout: bool, biased: bool, sunk: bool, entries: Entries, cluster: int = 1
 ) -> tuple[launch.Kernel, launch.Kernel]:
-    more = option_macros(biased, lengths, sunk)
+    more = option_macros(biased, entries.lengths, sunk, entries.packed)
     if d == WIDE:
         file, rows = "attention_wide", 4 * BLOCK + 5 * 4 * 64  # of 64 channels: queries, the ring's five parts
         macros: dict[str, Any] = {"FORMAT": FORMATS[dtype], "CLUSTER": cluster, "DROPOUT": int(dropout), **more}
@@ -89,13 +107,17 @@ def _kernels(
 
 EITHER = (False, True)
 CONFIGURATIONS = [
-    _kernels(*case, *more, lengths, cluster)[0].configuration
-    for lengths in EITHER
+    _kernels(*case, *more, entries, cluster)[0].configuration
+    for entries in ENTRIES
     for more in ((False, False), (True, False), (False, True))
     for case in itertools.product(FORMATS, CAPACITIES, EITHER)
-    if not (lengths and case[1] == WIDE)
+    if not (entries.lengths and case[1] == WIDE)
     for cluster in ((1, 2) if case[1] == WIDE else (1,))
 ]
+
+_gaps = launch.function("attention_gaps", "attention_gaps", {"FORMAT": "BF16", "LENGTHS": 1, "PACKED": 1})
+CONFIGURATIONS.append(_gaps.configuration)
+_GAP_BLOCKS = 32  # that share a gap's rows
 
 
 def is_loadable(x: torch.Tensor) -> bool:
@@ -119,10 +141,16 @@ def tensor_map(x: torch.Tensor, rows: int) -> TensorMap:
 
 
 def arguments(q: torch.Tensor, k: torch.Tensor, out: torch.Tensor, options: Options) -> np.ndarray:
-    """The kernels' struct Arguments; `out` is the tensor that they write, or one with its strides and channels."""
-    (b, h, sq, d), (_, heads, skv, _) = (*q.shape[:3], out.shape[3]), k.shape
-    o, lengths = options, options.has_lengths
-    a = np.zeros((), argument_type(o.biased, o.sinks is not None, lengths))
+    """The kernels' struct Arguments; `out` is the tensor that they write, or one with its strides and channels.
+
+    All three are `[b, h, s, d]`; of packed sequences they have b = 1 and all tokens.
+    """
+    (b, h, heads, sq, skv), d = shape_of(q, k, options), out.shape[3]
+    o, lengths, packed = options, options.has_lengths, options.packed
+    a = np.zeros((), argument_type(o.biased, o.sinks is not None, lengths, packed))
+    if packed:
+        a["q_rows"], a["kv_rows"] = q.shape[2], k.shape[2]
+        a["q_starts"], a["kv_starts"] = (0 if x is None else x.data_ptr() for x in (o.q_starts, o.kv_starts))
     if o.sinks is not None:
         a["sinks"] = o.sinks.data_ptr()
     if o.bias is not None:
@@ -137,7 +165,7 @@ def arguments(q: torch.Tensor, k: torch.Tensor, out: torch.Tensor, options: Opti
     if o.mask is not None:
         a["mask"] = o.mask.data_ptr()
         a["mask_strides"] = o.mask.expand(b, h, sq, skv).stride()
-    a["out_strides"] = out.stride()[:3]
+    a["out_strides"] = (0, *out.stride()[1:3]) if packed else out.stride()[:3]
     a["batches"], a["heads"], a["group"], a["sq"], a["skv"], a["d"] = b, h, h // heads, sq, skv, d
     channels = capacity(max(d, k.shape[3]))
     a["together"] = max(1, L2 // (4 * skv * channels)) * a["group"]  # heads whose keys and values fit
@@ -158,10 +186,29 @@ def widest(q: torch.Tensor, v: torch.Tensor) -> int:
     return capacity(max(q.shape[3], v.shape[3]))
 
 
-def check_grid(op: str, q: torch.Tensor) -> None:
-    """Refuse more heads than a grid has rows."""
-    if q.shape[0] * q.shape[1] > MAX_GRID_Y:
-        raise ValueError(f"{op}: batch times heads must be at most {MAX_GRID_Y}; got {q.shape[0] * q.shape[1]}.")
+def shape_of(q: torch.Tensor, k: torch.Tensor, options: Options) -> tuple[int, int, int, int, int]:
+    """b, h, hkv, sq and skv of q and k `[b, h, s, d]`, which have b = 1 if sequences are packed."""
+    b, h, heads, sq, skv = *q.shape[:2], k.shape[1], q.shape[2], k.shape[2]
+    if options.packed:
+        b, sq, skv = batch_of(options)
+    return b, h, heads, sq, skv
+
+
+def check_grid(op: str, q: torch.Tensor, batch: int | None = None) -> None:
+    """Refuse more heads than a grid has rows; `batch` is q's `[b, h, s, d]` if it is not given."""
+    count = (q.shape[0] if batch is None else batch) * q.shape[1]
+    if count > MAX_GRID_Y:
+        raise ValueError(f"{op}: batch times heads must be at most {MAX_GRID_Y}; got {count}.")
+
+
+def clear_gaps(
+    q: torch.Tensor, k: torch.Tensor, options: Options, written: tuple[torch.Tensor, ...], of_keys: bool
+) -> None:
+    """Zeros in the rows of one or two results, of equal strides and `[1, h, t, d]`, that no packed sequence has."""
+    first, *others = written
+    a = launch.by_value(arguments(q, k, first, options.unbiased()))
+    args = [a, first.data_ptr(), others[0].data_ptr() if others else 0, np.int32(of_keys)]
+    launch.launch(_gaps, (batch_of(options)[0] + 1, _GAP_BLOCKS), (256,), args, device=q.device.index)
 
 
 def readable(options: Options, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Options:
@@ -185,12 +232,13 @@ def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *given: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """softmax(q kᵀ · scale) v -> (out `[b, h, sq, e]`, m fp32 `[b, h, sq]`, inv fp32 `[b, h, sq]`)."""
-    out, m, inv = outputs(q, k, v, *given)
+    result, m, inv = outputs(q, k, v, *given)
+    q, k, v, out = by_heads(q), by_heads(k), by_heads(v), by_heads(result)
     options = readable(Options(*given), q, k, v)
     dropout, rng_state = options.dropout, options.rng_state
-    check_grid("twin::attention", q)
-    b, h, sq, _ = out.shape
-    if out.numel() and k.numel():
+    b, h, _, sq, skv = shape_of(q, k, options)
+    check_grid("twin::attention", q, b)
+    if out.numel() and k.numel() and sq and skv:
         inputs = [loadable(x) for x in (q, k, v)]  # copies must live until the launch
         a = arguments(q, k, out, options)
         size, index = widest(q, v), q.device.index
@@ -199,7 +247,7 @@ def attention(
         maps = [tensor_map(x, rows).argument for x, rows in zip(inputs, boxes, strict=True)]
         # Two tiles that visit the same keys share them.
         cluster = 2 if wide and sq > queries and (a["lower"], a["upper"]) == (-NO_LIMIT, NO_LIMIT) else 1
-        more = (options.biased, options.sinks is not None, options.has_lengths, cluster)
+        more = (options.biased, options.sinks is not None, Entries.of(options), cluster)
         kernel, reset = _kernels(q.dtype, size, threshold(dropout) > 0, *more)
         threads, smem = 2 * queries + 128, kernel.max_dynamic_smem
         if cluster > 1:
@@ -214,9 +262,11 @@ def attention(
         args += [out.data_ptr(), m.data_ptr(), inv.data_ptr()]
         grid, early = (cluster * min(works, at_a_time),), ticket is not None and cluster == 1
         launch.launch(kernel, grid, (threads,), args, smem, device=index, early=early)
-    elif out.numel():
+        if options.packed:
+            clear_gaps(q, k, options, (out,), False)
+    elif m.numel():
         out.zero_(), m.fill_(float(LOWEST)), inv.zero_()
     if threshold(dropout):
         assert rng_state is not None
         advance(rng_state)
-    return out, m, inv
+    return result, m, inv

@@ -8,6 +8,7 @@ Semantics: `reference.ops.attention_backward`.
 import functools
 import itertools
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,11 @@ import torch
 
 from optimized import launch
 from optimized.ops import attention
+from optimized.ops.attention import ENTRIES, Entries, shape_of
 from reference.ops.attention import BLOCK, NO_LIMIT, limits
 from reference.ops.attention_backward import outputs
 from reference.ops.attention_options import Options
+from reference.ops.attention_packed import by_heads
 from reference.ops.dropout import threshold
 from reference.ops.library import on_cuda
 
@@ -53,9 +56,10 @@ def _apart_macro(apart: bool) -> dict[str, int]:
 
 @functools.cache
 def _kernel(
-    dtype: torch.dtype, d: int, dropout: bool, biased: bool, lengths: bool, apart: bool = False
+    dtype: torch.dtype, d: int, dropout: bool, biased: bool, entries: Entries, apart: bool = False
 ) -> launch.Kernel:
-    queries, more = queries_of(d), {**attention.option_macros(biased, lengths), **_apart_macro(apart)}
+    more = attention.option_macros(biased, entries.lengths, packed=entries.packed) | _apart_macro(apart)
+    queries = queries_of(d)
     if d == WIDE:
         macros: dict[str, Any] = {"FORMAT": attention.FORMATS[dtype], "N_OUT": d, "QUERIES": queries}
         macros |= {"DROPOUT": int(dropout), **more}
@@ -69,28 +73,32 @@ def _kernel(
 
 
 @functools.cache
-def _end_kernel(dtype: torch.dtype, d: int, lengths: bool, name: str, apart: bool = False) -> launch.Kernel:
+def _end_kernel(dtype: torch.dtype, d: int, entries: Entries, name: str, apart: bool = False) -> launch.Kernel:
     sizes: dict[str, int | str] = {"FORMAT": attention.FORMATS[dtype], "N_OUT": d, "QUERIES": queries_of(d)}
-    macros = sizes | attention.option_macros(False, lengths) | _apart_macro(apart)
+    macros = sizes | attention.option_macros(False, entries.lengths, packed=entries.packed) | _apart_macro(apart)
     return launch.function("attention_backward_ends", name, macros)
 
 
 _EITHER = attention.EITHER
-_CASES = itertools.product(attention.FORMATS, attention.CAPACITIES, *[_EITHER] * 3)
-_ENDS = itertools.product(attention.FORMATS, attention.CAPACITIES, _EITHER)
-_NARROW = [d for d in attention.CAPACITIES if d != WIDE]
-CONFIGURATIONS = [
-    *(_kernel(*case).configuration for case in _CASES if not (case[1] == WIDE and case[4])),
-    *(_end_kernel(*case, "dots").configuration for case in _ENDS if case[1:] != (WIDE, True)),
-    *(
-        kernel.configuration
-        for dtype, d, lengths in itertools.product(attention.FORMATS, _NARROW, _EITHER)
-        for kernel in (
-            *(_kernel(dtype, d, dropout, False, lengths, True) for dropout in _EITHER),
-            _end_kernel(dtype, d, lengths, "dots", True),
-        )
-    ),
-]
+
+
+def _configurations(several: tuple[Entries, ...]) -> Iterator[Any]:
+    """All that are launched for such batches."""
+    cases: Any = itertools.product(attention.FORMATS, attention.CAPACITIES, *[_EITHER] * 2, several)
+    for case in cases:
+        if not (case[1] == WIDE and case[4].lengths):
+            yield _kernel(*case).configuration
+    for dtype, d, entries in itertools.product(attention.FORMATS, attention.CAPACITIES, several):
+        if not (d == WIDE and entries.lengths):
+            yield _end_kernel(dtype, d, entries, "dots").configuration
+    narrow = [d for d in attention.CAPACITIES if d != WIDE]
+    for dtype, d, entries in itertools.product(attention.FORMATS, narrow, several):
+        for dropout in _EITHER:
+            yield _kernel(dtype, d, dropout, False, entries, True).configuration
+        yield _end_kernel(dtype, d, entries, "dots", True).configuration
+
+
+CONFIGURATIONS = [*_configurations(ENTRIES[:2]), *_configurations(ENTRIES[2:])]
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -107,12 +115,17 @@ def attention_backward(
     *given: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """-> (dq like q, dk like k, dv like v); arguments as in `reference.ops.attention_backward`."""
-    dq, dk, dv = outputs(grad, q, k, v, out, m, inv, *given)
-    attention.check_grid("twin::attention_backward", q)
-    if not q.numel() or not k.numel():
-        return dq.zero_(), dk.zero_(), dv.zero_()
-    inputs = tuple(attention.loadable(x) for x in (grad, q, k, v, out))
+    results = outputs(grad, q, k, v, out, m, inv, *given)
+    grad, q, k, v, out = map(by_heads, (grad, q, k, v, out))
     options = attention.readable(Options(*given), q, k, v)._replace(sinks=None)  # 1 / l has what sinks take
+    b, _, _, sq, skv = shape_of(q, k, options)
+    attention.check_grid("twin::attention_backward", q, b)
+    if not q.numel() or not k.numel() or not sq or not skv:
+        for one in results:
+            one.zero_()
+        return results
+    inputs = tuple(attention.loadable(x) for x in (grad, q, k, v, out))
+    dq, dk, dv = map(by_heads, results)
     # One stride, and one number of channels, serve both dk and dv.
     dk_written = dk if dk.shape[3] >= dv.shape[3] else torch.empty_like(dv)
     alike = dv.shape == dk_written.shape and dv.stride() == dk_written.stride()
@@ -121,13 +134,13 @@ def attention_backward(
     for found, written in ((dk, dk_written), (dv, dv_written)):
         if found is not written:
             found.copy_(written[..., : found.shape[3]])
-    return dq, dk, dv
+    return results
 
 
-def _scratch(inputs: Tensors, sums: int, keep: int) -> tuple[np.ndarray, Tensors]:
+def _scratch(inputs: Tensors, options: Options, sums: int, keep: int) -> tuple[np.ndarray, Tensors]:
     """Scratch for `sums` fp32 numbers of dq and `keep` bytes, and the tensors that it points to: statistics first."""
-    _, q, _, v, _ = inputs
-    b, h, sq, _ = q.shape
+    _, q, k, v, _ = inputs
+    b, h, _, sq, _ = shape_of(q, k, options)
     capacity, padded = attention.widest(q, v), -(-sq // BLOCK) * BLOCK
     turns = b * h * (padded // queries_of(capacity)) * (_HALVES if capacity == WIDE else 1)
     stats = torch.empty((3, b * h, padded), dtype=torch.float32, device=q.device)
@@ -141,14 +154,21 @@ def _scratch(inputs: Tensors, sums: int, keep: int) -> tuple[np.ndarray, Tensors
 
 
 def _make_statistics(
-    inputs: Tensors, m: torch.Tensor, inv: torch.Tensor, arguments: launch.ByValue, scratch: np.ndarray
+    inputs: Tensors,
+    m: torch.Tensor,
+    inv: torch.Tensor,
+    options: Options,
+    arguments: launch.ByValue,
+    scratch: np.ndarray,
 ) -> None:
-    """Launch `dots`, which also clears what blocks take turns by."""
-    grad, q, _, v, out = inputs
-    b, h, sq, _ = q.shape
+    """Launch `dots`, which also clears what blocks take turns by; `arguments` are of `options.of_rows()`."""
+    grad, q, k, v, out = inputs
+    b, h, _, sq, _ = shape_of(q, k, options)
     capacity, padded = attention.widest(q, v), -(-sq // BLOCK) * BLOCK
-    args = [arguments, grad.data_ptr(), out.data_ptr(), *grad.stride()[:3], m.data_ptr(), inv.data_ptr()]
-    kernel = _end_kernel(q.dtype, capacity, False, "dots", scratch.dtype == SCRATCH_APART)
+    strides = (0, *grad.stride()[1:3]) if options.packed else grad.stride()[:3]
+    args = [arguments, grad.data_ptr(), out.data_ptr(), *strides, m.data_ptr(), inv.data_ptr()]
+    entries = Entries(options.packed, options.packed)
+    kernel = _end_kernel(q.dtype, capacity, entries, "dots", scratch.dtype == SCRATCH_APART)
     grid = (b * h, -(-padded * capacity // _DOT_CHANNELS))
     launch.launch(kernel, grid, (256,), [*args, launch.by_value(scratch.copy())], device=q.device.index)
 
@@ -156,16 +176,16 @@ def _make_statistics(
 def row_statistics(inputs: Tensors, m: torch.Tensor, inv: torch.Tensor, options: Options) -> torch.Tensor:
     """384 - m, 1 / l and D of each query, fp32 `[3, b h, sq up to a multiple of 128]`."""
     _, q, k, _, out = inputs
-    scratch, (stats, *_held) = _scratch(inputs, 0, 0)
-    arguments = launch.by_value(attention.arguments(q, k, out, Options(*options.of_fp8)))
-    _make_statistics(inputs, m, inv, arguments, scratch)
+    scratch, (stats, *_held) = _scratch(inputs, options, 0, 0)
+    arguments = launch.by_value(attention.arguments(q, k, out, options.of_rows()))
+    _make_statistics(inputs, m, inv, options, arguments, scratch)
     return stats
 
 
-def _set_apart(inputs: Tensors, heads: int, scratch: np.ndarray) -> tuple[np.ndarray, Tensors]:
+def _set_apart(inputs: Tensors, options: Options, heads: int, scratch: np.ndarray) -> tuple[np.ndarray, Tensors]:
     """`scratch` with what parts of `heads` heads of keys hand over, and the tensors that it points to."""
     _, q, k, v, _ = inputs
-    (b, h, _, _), (_, key_heads, skv, _) = q.shape, k.shape
+    b, h, key_heads, _, skv = shape_of(q, k, options)
     capacity, blocks = attention.widest(q, v), -(-skv // BLOCK)
     handed = torch.empty(heads * blocks * 2 * BLOCK * capacity, dtype=torch.float32, device=q.device)
     summed = torch.empty(b * key_heads * blocks * _WARPS, dtype=torch.int32, device=q.device)
@@ -180,7 +200,7 @@ def _set_apart(inputs: Tensors, heads: int, scratch: np.ndarray) -> tuple[np.nda
 def _run(inputs: Tensors, m: torch.Tensor, inv: torch.Tensor, results: Tensors, options: Options) -> None:
     grad, q, k, v, out = inputs
     dq, dk, dv = results
-    (b, h, sq, _), (_, heads, skv, _) = q.shape, k.shape
+    b, h, heads, sq, skv = shape_of(q, k, options)
     index, capacity, drops = q.device.index, attention.widest(q, v), threshold(options.dropout) > 0
     group, queries, blocks, padded = h // heads, queries_of(capacity), -(-skv // BLOCK), -(-sq // BLOCK) * BLOCK
     tiles, wide = padded // queries, capacity == WIDE
@@ -193,15 +213,15 @@ def _run(inputs: Tensors, m: torch.Tensor, inv: torch.Tensor, results: Tensors, 
         at_once = max(1, KEEP // keep_bytes)
         together = min(together, at_once)
         at_once -= at_once % together
-    scratch, _held = _scratch(inputs, b * h * padded * capacity, at_once * keep_bytes if drops else 0)
+    scratch, _held = _scratch(inputs, options, b * h * padded * capacity, at_once * keep_bytes if drops else 0)
 
-    lengths, biased = options.has_lengths, options.biased
+    entries, biased = Entries.of(options), options.biased
     # A group's works are long, and few are left at the end: the last ones are taken in parts.
     last_heads = math.ceil(AT_LEAST * launch.processors(index) / blocks)
     is_windowed = int(limits(options.mask_type, options.left, options.right, sq, skv)[0]) != -NO_LIMIT
     is_apart = group > 1 and last_heads <= at_once and not (wide or biased or is_windowed)
     if is_apart:
-        scratch, _handed = _set_apart(inputs, last_heads, scratch)
+        scratch, _handed = _set_apart(inputs, options, last_heads, scratch)
 
     def of(written: torch.Tensor, options: Options) -> launch.ByValue:
         a = attention.arguments(q, k, written, options)
@@ -209,10 +229,10 @@ def _run(inputs: Tensors, m: torch.Tensor, inv: torch.Tensor, results: Tensors, 
         return launch.by_value(a)
 
     unbiased = options.unbiased()
-    _make_statistics(inputs, m, inv, of(out, Options(*options.of_fp8)), scratch)
+    _make_statistics(inputs, m, inv, options, of(out, options.of_rows()), scratch)
     maps = [attention.tensor_map(x, rows) for x, rows in ((q, queries), (k, keys), (v, keys), (grad, queries))]
-    kernel = _kernel(q.dtype, capacity, drops, biased, lengths, is_apart)
-    draw = _end_kernel(q.dtype, capacity, lengths, "attention_keep", is_apart)
+    kernel = _kernel(q.dtype, capacity, drops, biased, entries, is_apart)
+    draw = _end_kernel(q.dtype, capacity, entries, "attention_keep", is_apart)
     for first in range(0, b * heads, at_once):
         count = min(at_once, b * heads - first)
         works = count * blocks
@@ -232,6 +252,9 @@ def _run(inputs: Tensors, m: torch.Tensor, inv: torch.Tensor, results: Tensors, 
         launch.launch(kernel, grid, (_THREADS,), args, smem, device=index, early=early)
 
     args = [of(dq, unbiased), space, dq.data_ptr()]
-    kernel = _end_kernel(q.dtype, capacity, lengths, "attention_dq", is_apart)
+    kernel = _end_kernel(q.dtype, capacity, entries, "attention_dq", is_apart)
     all_tiles = (tiles, b * h, _HALVES) if wide else (tiles, b * h)
     launch.launch(kernel, all_tiles, (256,), args, device=index, early=True)
+    if options.packed:
+        attention.clear_gaps(q, k, options, (dq,), False)
+        attention.clear_gaps(q, k, options, (dk, dv), True)

@@ -39,7 +39,7 @@ from reference.nn.core_pair import Plan, backward, forward
 from reference.nn.dropout import Generator
 from reference.nn.inference import InferenceParams
 from reference.nn.one_rank import ContextGroup
-from reference.nn.packing import maps_of, moved
+from reference.nn.packing import moved
 from reference.notice import say_once
 from reference.ops.attention_bias import default_slopes
 from reference.quantized import as_dtype
@@ -272,18 +272,17 @@ class DotProductAttention(OfCoreAttention, ContextGroup, FP8Attention):
         self.refuse_in_fp8("DotProductAttention", x.dtype, options.bias.given, inference_params is not None)
         fp8 = context_of(self, x.dtype, x.device) if x.dtype != torch.float32 else None
         by_torch = x.dtype == torch.float32 or core.backend == "cudnn"
-        cached = maps = None
+        cached = None
         if inference_params is not None:
             cached, step = inference_params.step_of(self, MASK_TYPES[kind][0] != "none", core.window)
             call = cached_call_of(self, core, step, x)
         else:
-            maps = None if tokens is None else maps_of(options.lengths, tokens)
-            call = call_of(self, core, mask, options, shape, x, by_torch or fp8 is not None, maps)
+            call = call_of(self, core, mask, options, shape, x, by_torch or fp8 is not None, tokens)
         if by_torch:
-            return self._attend_by_torch(call, maps, cached, layout, checkpoint_core_attention, *given)
+            return self._attend_by_torch(call, cached, layout, checkpoint_core_attention, *given)
         tensors = given if call.added is None else (*given, call.added)
         recomputes = checkpoint_core_attention and fp8 is None and not torch.compiler.is_compiling()
-        settings: Any = (recomputes, self.return_max_logit, None if fp8 is None else fp8.kind, cached)
+        settings: Any = (recomputes, self.return_max_logit, None if fp8 is None else fp8.kind, cached, call.longest)
         plan = Plan(wanted(*tensors), call.core, layout, self.num_attention_heads, *settings)
         context = BlockContext(() if fp8 is None else (fp8,), (self.random_state(x, call.core),), call.reads)
         results = differentiable(forward, backward, plan, context, *tensors)
@@ -293,12 +292,13 @@ class DotProductAttention(OfCoreAttention, ContextGroup, FP8Attention):
         return out, max_logit(m, inv, out.dtype)
 
     def _attend_by_torch(
-        self, call: Call, maps: Any, cached: Cached | None, layout: str, recomputes: bool, *given: torch.Tensor
+        self, call: Call, cached: Cached | None, layout: str, recomputes: bool, *given: torch.Tensor
     ) -> torch.Tensor:
         """PyTorch's own attention, in fp32 or on cuDNN: under its autograd, outside the bit contract."""
         core, reads = call.core, call.reads
-        if maps is not None:
-            of_q, of_kv = maps
+        packed = layout == "thd"
+        if packed:
+            of_q, of_kv = reads.maps()
             given = tuple([moved(t, one, True) for t, one in zip(given, (of_q, of_kv, of_kv), strict=True)])
         q, k, v = (t.permute((1, 2, 0, 3) if layout == "sbhd" else (0, 2, 1, 3)) for t in given)
         run: Any = cudnn_attention
@@ -313,7 +313,7 @@ class DotProductAttention(OfCoreAttention, ContextGroup, FP8Attention):
         out = checkpoint(run, *arguments) if recomputes else run(*arguments)
         out = out.reshape(*q.shape[:3], v.shape[3])
         out = out.permute(2, 0, 1, 3) if layout == "sbhd" else out.permute(0, 2, 1, 3)
-        out = out if maps is None else moved(out, maps[0], False)
+        out = moved(out, of_q, False) if packed else out
         found: torch.Tensor = out.flatten(-2)
         return found
 

@@ -203,7 +203,7 @@ def forward(plan: Plan, context: BlockContext, *tensors: Any) -> tuple[Any, Any]
         return results, ()
     saved_proj = linear.Saved(operand.column, proj_w.column)
     q, k, v = kept
-    if plan.core.layout == "thd" or modules.core is not None:
+    if plan.core.gathers or modules.core is not None:
         mixed = joined = None
     else:
         v = None

@@ -6,7 +6,7 @@ its end and the next one's start belong to none: their outputs and gradients are
 
 The ops of attention take lengths (`reference.ops.attention_lengths`), so that a sequence has the bits that it has
 alone, without dropout. In fp32, where attention is PyTorch's, lengths become a mask. Two masks have lengths, too, where
-a diagonal ends at each sequence's last query and key. `reference.nn.packing` gathers "thd". Lengths stay on their
+a diagonal ends at each sequence's last query and key. `reference.nn.packing` is about "thd". Lengths stay on their
 device: nothing waits for them, if max_seqlen_q and max_seqlen_kv are given.
 """
 
@@ -38,6 +38,18 @@ class Lengths(NamedTuple):
     def read_by(self, kind: str) -> bool:
         """Whether a mask type takes them: a padding type, if more than the longest ones are given."""
         return MASK_TYPES[kind][1] and kind != "arbitrary" and not (self.q is self.kv is None)
+
+    def counts(self) -> "Counts":
+        """How many queries and keys each sequence has: one tensor where they are alike."""
+        q = self.q.diff()
+        return q, q if self.kv is self.q else self.kv.diff()
+
+    def starts(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where each sequence of queries and of keys starts in "thd", and where the last one's place ends."""
+        q = self.q if self.q_padded is None else self.q_padded
+        kv = self.kv if self.kv_padded is None else self.kv_padded
+        dense = q.contiguous()
+        return dense, dense if kv is q else kv.contiguous()
 
     def arguments(self) -> dict[str, Any]:
         """By a forward's names."""
@@ -79,7 +91,8 @@ def check_lengths(
         if tokens is None and most is not None and most != longest[n]:
             raise ValueError(f"{layer}: max_seqlen_{side}={most}; None or {longest[n]}, the sequence's, is accepted.")
         limit = longest[n] * batch if tokens is None else tokens[n]
-        if reads:
+        known = n and given.kv is given.q and given.kv_padded is given.q_padded and longest[1] == longest[0]
+        if reads and not (known and tokens is not None and tokens[1] == tokens[0]):
             starts = given[n] if padded is None or tokens is None else padded
             _check_numbers(layer, given[n], starts, longest[n], limit, side)
 
@@ -204,11 +217,6 @@ def _check_numbers(layer: str, x: torch.Tensor, padded: torch.Tensor, longest: i
 
 Counts = tuple[torch.Tensor, torch.Tensor]
 """How many queries and keys each sequence has, int32 `[b]`."""
-
-
-def lengths_of(given: Lengths) -> Counts:
-    """Those that a call is given."""
-    return given.q.diff(), given.kv.diff()
 
 
 def lengths_of_masks(kind: str, window: tuple[int, int], mask: Any, batch: int, bias: Any = "no_bias") -> Counts | None:

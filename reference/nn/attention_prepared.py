@@ -17,13 +17,13 @@ from reference.nn.cached import Cached
 from reference.nn.checks import Shape, Window
 from reference.nn.context import BlockContext
 from reference.nn.core_attention import CorePlan, Mask, full_mask
-from reference.nn.core_call import cached_call_of, call_of, context_of
+from reference.nn.core_call import Call, cached_call_of, call_of, context_of
 from reference.nn.core_pair import Plan as CorePairPlan
 from reference.nn.dropout import DropPath, Generator
 from reference.nn.layernorm import L2Normalization, LayerNorm, norm_plan
 from reference.nn.layernorm_linear import LayerNormLinear
 from reference.nn.linear import Linear
-from reference.nn.packing import maps_of
+from reference.nn.packing import positions_of
 from reference.nn.parameters import named
 from reference.nn.rotated import angles_of
 from reference.recompute import Run
@@ -100,7 +100,8 @@ def prepared(
     contexts = [first.context(dtype, is_first_microbatch, run)]
     core_plan: CorePlan = core.core_plan(mask_type, module.window_size if window is None else window)
     fp8 = context_of(core, dtype, x.device, run)
-    core_plan, reads, added, cached = _called(module, core_plan, x, source, mask, angles, options, fp8 is not None)
+    call, cached = _called(module, core_plan, x, source, mask, angles, options, fp8 is not None)
+    core_plan, reads, added, longest = call
     core_state = core.random_state(x, core_plan)
     contexts.append(proj.context(dtype, is_first_microbatch, run))
     norms = None
@@ -142,6 +143,7 @@ def prepared(
             False,
             None if fp8 is None else fp8.kind,
             cached,
+            longest,
         ),
         linear.Plan(dtype, (trains, *needs[5:7]), contexts[1].kind),
         module.heads(0 if crosses else module.num_attention_heads // module.num_gqa_groups),
@@ -166,30 +168,30 @@ def _called(
     angles: Angles,
     options: Options,
     by_mask: bool,
-) -> tuple[CorePlan, Reads, torch.Tensor | None, Cached | None]:
-    """How to attend, what that reads, a bias or sinks, and how a cache is used; `by_mask` as in `call_of`."""
+) -> tuple[Call, Cached | None]:
+    """The call of attention's core with its angles, and how a cache is used; `by_mask` as in `call_of`."""
     core, mask_type = module._modules["core_attention"], core_plan.mask_type
-    cached = maps = added = None
+    cached = tokens = None
     of_q: Any = None
     of_k: Any = None
     if angles is not None:
         of_q, of_k = map(angles_of, angles if isinstance(angles, tuple) else (angles, angles))
-    reads: Reads = NO_READS
     if options.inference is not None:
         cached, step = options.inference.step_of(core, MASK_TYPES[mask_type][0] != "none", core_plan.window)
-        core_plan, reads, added = cached_call_of(core, core_plan, step, x)
+        call = cached_call_of(core, core_plan, step, x)
     elif options is NO_OPTIONS and type(mask) is not tuple and core.softmax_type == "vanilla":
         hidden = full_mask(mask_type, mask)
         reads = NO_READS if hidden is of_q is None else Reads(hidden, angles_q=of_q, angles_k=of_k)
+        call = Call(core_plan, reads)
     else:
         shape, tokens = sizes_of(module, x, x if source is None else source, options)
-        maps = None if tokens is None else maps_of(options.lengths, tokens)
-        core_plan, reads, added = call_of(core, core_plan, mask, options, shape, x, by_mask, maps)
-    if of_q is not None and reads.angles_q is None:
-        if maps is not None:
-            of_q, of_k = of_q[maps[0].position()], of_k[maps[1].position()]
-        reads = reads._replace(angles_q=of_q, angles_k=of_k)
-    return core_plan, reads, added, cached
+        call = call_of(core, core_plan, mask, options, shape, x, by_mask, tokens)
+    if of_q is not None and call.reads.angles_q is None:
+        if tokens is not None:
+            q_positions, k_positions = positions_of(options.lengths, tokens)
+            of_q, of_k = of_q[q_positions], of_k[k_positions]
+        call = call._replace(reads=call.reads._replace(angles_q=of_q, angles_k=of_k))
+    return call, cached
 
 
 def sizes_of(

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 
 from reference.nn.cached import StepTensors
-from reference.nn.packing import Maps
+from reference.ops.attention_packed import Maps
 
 Tensor = torch.Tensor | None
 
@@ -14,11 +14,11 @@ class Reads(NamedTuple):
     """In the order of a context's `reads`; None where nothing is read.
 
     Attributes:
-        mask, slopes, q_lengths, kv_lengths: as `twin::attention` takes them.
+        mask, slopes, q_lengths, kv_lengths, q_starts, kv_starts: as `twin::attention` takes them.
         angles_q, angles_k: fp32 `[s, d]` or, of each token of packed sequences, `[t, d]`.
         head_gamma: the constant γ of `L2Normalization`.
         kept, mlp_kept: with stochastic depth m of each entry, fp32, of a layer's attention and of its MLP.
-        q_*, kv_*: `Maps` of packed sequences.
+        q_token and so on: `Maps` of packed sequences that are gathered.
         step_*: `StepTensors` of a cache.
     """
 
@@ -26,6 +26,8 @@ class Reads(NamedTuple):
     slopes: Tensor = None
     q_lengths: Tensor = None
     kv_lengths: Tensor = None
+    q_starts: Tensor = None
+    kv_starts: Tensor = None
     angles_q: Any = None
     angles_k: Any = None
     head_gamma: Tensor = None

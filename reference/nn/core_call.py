@@ -4,14 +4,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from reference.nn.attention_lengths import lengths_alibi, lengths_mask, lengths_of, lengths_of_masks
+from reference.nn.attention_lengths import lengths_alibi, lengths_mask, lengths_of_masks
 from reference.nn.attention_options import Options
 from reference.nn.attention_reads import NO_READS, Reads
 from reference.nn.cached import StepTensors
 from reference.nn.checks import Shape
 from reference.nn.context import ModuleContext
 from reference.nn.core_attention import CorePlan, full_mask
-from reference.nn.packing import Maps
+from reference.nn.packing import maps_of
+from reference.ops.attention_packed import MOST_CHANNELS
 from reference.recompute import Run, current_run
 
 
@@ -20,13 +21,15 @@ class Call(NamedTuple):
 
     Attributes:
         core: how to attend.
-        reads: its mask, slopes and lengths, and the maps of packed sequences.
+        reads: its mask, slopes and lengths, and where packed sequences lie.
         added: a bias, or sinks; None without.
+        longest: the longest sequences of queries and of keys where packed ones are read as they lie, else None.
     """
 
     core: CorePlan
     reads: Reads
     added: torch.Tensor | None = None
+    longest: tuple[int, int] | None = None
 
 
 def call_of(
@@ -37,12 +40,13 @@ def call_of(
     shape: Shape,
     x: torch.Tensor,
     by_mask: bool,
-    maps: tuple[Maps, Maps] | None = None,
+    tokens: tuple[int, int] | None = None,
 ) -> Call:
     """The call of a `DotProductAttention` without a cache; `core` has the mask type and the window.
 
     `shape`: [b, h, sq, skv]. `x` has the activations' device. `by_mask`: the core takes no lengths, so they become a
-    mask; of ALiBi's slopes then a bias, where each sequence has a diagonal of its own.
+    mask; of ALiBi's slopes then a bias, where each sequence has a diagonal of its own. `tokens`: of queries and of keys
+    in "thd".
     """
     kind, (bias, lengths, _) = core.mask_type, options
     added, slopes, counts = bias.values, None, None
@@ -52,7 +56,7 @@ def call_of(
     elif module.softmax_type != "vanilla":
         core, added = core._replace(softmax=module.softmax_type), module.sinks(x.device)
     if lengths.given and lengths.read_by(kind):
-        counts = lengths_of(lengths)
+        counts = lengths.counts()
     else:
         counts = lengths_of_masks(kind, core.window, mask, shape[0], bias.kind)
     of_entries: Any = (None, None)
@@ -66,7 +70,13 @@ def call_of(
         kind, window, mask = lengths_mask(kind, core.window, counts, shape)
         core = core._replace(mask_type=kind, window=window)
     reads = Reads(mask, slopes, *of_entries)
-    return Call(core, reads if maps is None else reads.with_maps(*maps), added)
+    if tokens is None:
+        return Call(core, reads, added)
+    channels = max(module.hidden_size_per_attention_head_k, module.hidden_size_per_attention_head_v)
+    if by_mask or channels > MOST_CHANNELS:
+        return Call(core, reads.with_maps(*maps_of(lengths, tokens)), added)
+    starts = dict(zip(("q_starts", "kv_starts"), lengths.starts(), strict=True))
+    return Call(core, reads._replace(**starts), added, (lengths.max_q, lengths.max_kv))
 
 
 def cached_call_of(module: Any, core: CorePlan, step: StepTensors, x: torch.Tensor) -> Call:

@@ -1,7 +1,7 @@
 """Attention of q, k and v in their layout: the pair of functions of `DotProductAttention`, and a part of the block's.
 
     q, k, v  [s, b, h, d] or [b, s, h, d]    of heads `[b, h, s, d]`, as views
-             [t, h, d] (packed sequences)    gathered into [b, s, h, d] before, and out gathered back
+             [t, h, d] (packed sequences)    as they lie, or gathered into [b, s, h, d] and out gathered back
     out      the same layout with v's d      by one kind of core:
 
     exact    `twin::attention`, with a mask, a bias, ALiBi, sinks, lengths, a cache (`reference.nn.core_attention`)
@@ -23,8 +23,8 @@ from reference.nn.cached import Cached, entered
 from reference.nn.context import BlockContext, ModuleContext
 from reference.nn.core_attention import CorePlan, Qkv
 from reference.nn.heads import dense_rows
-from reference.nn.packing import to_sequences, to_tokens
 from reference.ops.attention_options import Options
+from reference.ops.attention_packed import to_sequences, to_tokens
 from reference.ops.library import twin
 
 
@@ -41,6 +41,7 @@ class Plan(NamedTuple):
         returns_rows: whether `forward` returns m and inv `[b, h, sq]` beside out.
         fp8: the kind of the quantizers; None where attention is in 16 bits.
         cached: None, or how keys and values go through a cache; then there is no backward.
+        longest: of packed sequences that are read as they lie the longest ones' queries and keys.
     """
 
     needs: tuple[bool, ...]
@@ -51,13 +52,23 @@ class Plan(NamedTuple):
     returns_rows: bool = False
     fp8: Hashable = None
     cached: Cached | None = None
+    longest: tuple[int, int] | None = None
+
+    @property
+    def gathers(self) -> bool:
+        """Whether packed sequences are gathered."""
+        return self.layout == "thd" and self.longest is None
 
     def heads_first(self, x: torch.Tensor) -> torch.Tensor:
-        """`[b, h, s, d]` of sequences in their layout."""
+        """`[b, h, s, d]` of sequences in their layout; packed ones as they lie."""
+        if self.longest is not None:
+            return x
         return x.permute(1, 2, 0, 3) if self.layout == "sbhd" else x.permute(0, 2, 1, 3)
 
     def in_order(self, x: torch.Tensor) -> torch.Tensor:
         """The inverse of `heads_first`."""
+        if self.longest is not None:
+            return x
         return x.permute(2, 0, 1, 3) if self.layout == "sbhd" else x.permute(0, 2, 1, 3)
 
     def of_fp8(self) -> attention_fp8.Plan:
@@ -69,7 +80,7 @@ class Saved(NamedTuple):
     """What backward reads.
 
     Attributes:
-        q, k, v: in their layout, packed ones as sequences; None in FP8, where `attended` has codes.
+        q, k, v: in their layout, gathered ones as sequences; None in FP8, where `attended` has codes.
         attended: the core's results; with `Plan.recomputes` the random state from before it.
         added: a bias, or sinks.
     """
@@ -83,7 +94,12 @@ class Saved(NamedTuple):
 
 def options_of(plan: Plan, reads: Reads, state: Tensor, added: Tensor) -> Options:
     """What the ops of exact attention take after q, k and v."""
-    return plan.core.options(reads.mask, state, added, reads.slopes, reads.q_lengths, reads.kv_lengths)
+    found = plan.core.options(reads.mask, state, added, reads.slopes, reads.q_lengths, reads.kv_lengths)
+    if plan.longest is None:
+        return found
+    longest_q, longest_kv = plan.longest
+    of_q, of_kv = reads.q_starts, reads.kv_starts
+    return found._replace(q_starts=of_q, kv_starts=of_kv, longest_q=longest_q, longest_kv=longest_kv)
 
 
 def attend(
@@ -100,7 +116,7 @@ def attend(
 
     q, k and v are in their layout; `added`: a bias, or sinks; `fp8`: the context of attention in FP8.
     """
-    if plan.layout == "thd":
+    if plan.gathers:
         of_q, of_kv = reads.maps()
         q, k, v = to_sequences(q, of_q), to_sequences(k, of_kv), to_sequences(v, of_kv)
     kept: tuple[Any, Any, Any] = (q, k, v)
@@ -113,7 +129,7 @@ def attend(
         context = BlockContext((fp8,), (state,), (reads.mask,))
         out, attended = attention_fp8.forward(plan.of_fp8(), context, q, k, v)
         kept = (None, None, None)
-    return to_tokens(out, of_q) if plan.layout == "thd" else out, attended, kept
+    return to_tokens(out, of_q) if plan.gathers else out, attended, kept
 
 
 def _attend_by_heads(
@@ -135,7 +151,7 @@ def attend_backward(
     plan: Plan, reads: Reads, saved: Saved, fp8: ModuleContext | None, grad: torch.Tensor
 ) -> tuple[Any, Any, Any, Tensor]:
     """The gradients of q, k and v in their layout, and of what is added."""
-    if plan.layout == "thd":
+    if plan.gathers:
         of_q, of_kv = reads.maps()
         grad = to_sequences(grad, of_q)
     dq: Any
@@ -149,7 +165,7 @@ def attend_backward(
         qkv = (plan.heads_first(saved.q), plan.heads_first(saved.k), plan.heads_first(saved.v))
         *heads, dadded = _backward_by_heads(plan, reads, saved, qkv, dense_rows(plan.heads_first(grad)))
         dq, dk, dv = map(plan.in_order, heads)
-    if plan.layout == "thd":
+    if plan.gathers:
         dq, dk, dv = to_tokens(dq, of_q), to_tokens(dk, of_kv), to_tokens(dv, of_kv)
     return dq, dk, dv, dadded
 
@@ -168,7 +184,8 @@ def _backward_by_heads(plan: Plan, reads: Reads, saved: Saved, qkv: Qkv, grad: t
         return *grads, None
     out, m, inv, _ = attended
     if options.sinks is not None:
-        return *grads, twin.attention_sink_backward(grad, out, m, inv, added)
+        where = (options.q_lengths, options.q_starts) if options.packed else ()
+        return *grads, twin.attention_sink_backward(grad, out, m, inv, added, *where)
     return *grads, twin.attention_bias_backward(grad, *qkv, out, m, inv, *options)
 
 
@@ -182,7 +199,7 @@ def forward(plan: Plan, context: BlockContext, *given: Tensor) -> tuple[Any, Sav
     results = (out, attended.m, attended.inv) if plan.returns_rows else out
     if plan.recomputes:
         attended = attended.state
-    elif plan.layout != "thd":  # the result itself is saved, and not other views of it: autograd sees a change in place
+    elif not plan.gathers:  # the result itself is saved, and not other views of it: autograd sees a change in place
         attended = attended._replace(out=out)
     return results, Saved(*kept, attended, tensors[3])
 
@@ -191,7 +208,7 @@ def backward(plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor
     """The gradients of q, k and v, and of what is added, if it is given; m and inv get none: they are looked at."""
     fp8 = context.modules[0] if context.modules else None
     grad = grad.unflatten(-1, (plan.heads, -1))
-    if plan.layout != "thd" and not plan.recomputes:
+    if not plan.gathers and not plan.recomputes:
         out = plan.heads_first(saved.attended.out.unflatten(-1, (plan.heads, -1)))
         saved = saved._replace(attended=saved.attended._replace(out=out))
     return attend_backward(plan, Reads.of(context.reads), saved, fp8, grad)[: len(plan.needs)]

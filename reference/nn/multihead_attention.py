@@ -26,7 +26,7 @@ from reference.nn.layernorm import head_norms
 from reference.nn.layernorm_linear import LayerNormLinear
 from reference.nn.linear import Linear
 from reference.nn.one_rank import ContextGroup, TensorGroup
-from reference.nn.packing import maps_of
+from reference.nn.packing import positions_of
 from reference.nn.parameters import DeviceDefault, InitMethod
 from reference.nn.rotated import rotated
 from reference.recompute import current_run
@@ -289,8 +289,10 @@ class MultiheadAttention(OfAttention, TensorGroup, ContextGroup, DeviceDefault, 
         if rotary_pos_emb is not None:
             both = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
             layout = (self.rotary_pos_interleaved, self.qkv_format)
-            maps = (None, None) if self.qkv_format != "thd" else maps_of(options.lengths, (q.shape[0], k.shape[0]))
-            q, k = (rotated(t, freqs, *layout, one, step) for t, freqs, one in zip((q, k), both, maps, strict=True))
+            places: Any = (None, None)
+            if self.qkv_format == "thd":
+                places = positions_of(options.lengths, (q.shape[0], k.shape[0]))
+            q, k = (rotated(t, freqs, *layout, one, step) for t, freqs, one in zip((q, k), both, places, strict=True))
         q, k = self._normed(q, k, before_rope=False)
         shared: dict[str, Any] = {"attn_mask_type": kind, "checkpoint_core_attention": checkpoint_core_attention}
         if window is not None:

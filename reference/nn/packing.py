@@ -1,8 +1,9 @@
-"""Packed sequences, qkv_format "thd": tokens `[t, h, d]` and the sequences `[b, s, h, d]` that attention reads.
+"""Packed sequences, qkv_format "thd": tokens `[t, h, d]`, as attention in 16 bits reads them or gathered.
 
-The ops of attention read sequences that lie at equal distances, so packed ones are gathered, inside of attention's pair
-of functions: a place after a sequence's end has zeros, and so has a token that is in no sequence. A gradient goes the
-other way; each number has one place at most. `reference.nn.attention_lengths` says where sequences lie.
+`reference.ops.attention_packed` says where sequences lie, and its ops read them there. Attention in FP8, PyTorch's own
+and that of heads of more than 128 channels read sequences `[b, s, h, d]` that lie at equal distances. For these, packed
+ones are gathered inside of attention's pair of functions: a place after a sequence's end has zeros, and so has a token
+that is in no sequence. A gradient goes the other way; each number has one place at most.
 """
 
 from typing import NamedTuple
@@ -13,65 +14,40 @@ from reference.nested import Tensors
 from reference.nn.attention_lengths import Lengths
 from reference.nn.autograd import differentiable, wanted
 from reference.nn.context import BlockContext
+from reference.ops import attention_packed
+from reference.ops.attention_packed import Maps, to_sequences, to_tokens
 
 
-class Maps(NamedTuple):
-    """Where the tokens of one side lie.
+class _Side(NamedTuple):
+    """What says where the tokens of queries, or of keys, lie."""
 
-    Attributes:
-        token, vacant: of each place `[b, s]` its token, and whether it has none.
-        place, alone: of each token `[t]` its place among b·s, and whether it is in no sequence.
-    """
+    lengths: torch.Tensor
+    starts: torch.Tensor
+    longest: int
+    tokens: int
 
-    token: torch.Tensor
-    vacant: torch.Tensor
-    place: torch.Tensor
-    alone: torch.Tensor
 
-    def position(self) -> torch.Tensor:
-        """Of each token its number in its sequence, int64 `[t]`."""
-        return self.place % max(self.token.shape[1], 1)
+def _sides(given: Lengths, tokens: tuple[int, int]) -> tuple[_Side, _Side]:
+    """Of queries and of keys, among so many tokens: one object where they are alike. `with_longest` completed them."""
+    (of_q, of_kv), (starts_q, starts_kv) = given.counts(), given.starts()
+    q = _Side(of_q, starts_q, given.max_q, tokens[0])
+    if of_kv is of_q and starts_kv is starts_q and (given.max_kv, tokens[1]) == q[2:]:
+        return q, q
+    return q, _Side(of_kv, starts_kv, given.max_kv, tokens[1])
 
 
 def maps_of(given: Lengths, tokens: tuple[int, int]) -> tuple[Maps, Maps]:
-    """Of queries and of keys, among so many tokens; `with_longest` has completed the lengths."""
-    q = _maps_of_one(given.q, given.q_padded, given.max_q, tokens[0])
-    same = given.kv is given.q and given.kv_padded is given.q_padded
-    if same and (given.max_kv, tokens[1]) == (given.max_q, tokens[0]):
-        return q, q
-    return q, _maps_of_one(given.kv, given.kv_padded, given.max_kv, tokens[1])
+    """Of queries and of keys, among so many tokens."""
+    q, kv = _sides(given, tokens)
+    of_q = attention_packed.maps_of(*q)
+    return of_q, of_q if kv is q else attention_packed.maps_of(*kv)
 
 
-def _maps_of_one(cu_seqlens: torch.Tensor, padded: torch.Tensor | None, longest: int, tokens: int) -> Maps:
-    """Of sequences with `longest` places each."""
-    lengths, starts = cu_seqlens.diff().long(), (cu_seqlens if padded is None else padded).long()
-    place = torch.arange(longest, dtype=torch.int64, device=cu_seqlens.device)
-    token = (starts[:-1, None] + place).clamp(max=max(tokens - 1, 0))
-    number = torch.arange(tokens, dtype=torch.int64, device=cu_seqlens.device)
-    batch = torch.searchsorted(starts[1:].contiguous(), number, right=True).clamp(max=lengths.numel() - 1)
-    position = number - starts[batch]
-    alone = (position < 0) | (position >= lengths[batch])
-    position = position.clamp(min=0, max=max(longest - 1, 0))
-    return Maps(token, place >= lengths[:, None], batch * longest + position, alone)
-
-
-def to_sequences(x: torch.Tensor, maps: Maps) -> torch.Tensor:
-    """x `[t, h, d]` as `[b, s, h, d]`, zeros after each sequence."""
-    return _moved(x, maps.token, maps.vacant)
-
-
-def to_tokens(x: torch.Tensor, maps: Maps) -> torch.Tensor:
-    """x `[b, s, h, d]` as `[t, h, d]`, zeros where a token is in no sequence."""
-    return _moved(x.reshape(-1, *x.shape[2:]), maps.place, maps.alone)
-
-
-def _moved(x: torch.Tensor, source: torch.Tensor, none: torch.Tensor) -> torch.Tensor:
-    """The rows `source` of x `[n, h, d]`; zeros where there is none."""
-    shape = (*source.shape, *x.shape[1:])
-    if not x.numel():
-        return x.new_zeros(shape)
-    rows = x.index_select(0, source.reshape(-1))
-    return rows.masked_fill_(none.reshape(-1, 1, 1), 0.0).view(shape)
+def positions_of(given: Lengths, tokens: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each query and of each key its number in its sequence, int64 `[t]`."""
+    q, kv = _sides(given, tokens)
+    of_q = attention_packed.positions_of(*q)
+    return of_q, of_q if kv is q else attention_packed.positions_of(*kv)
 
 
 class Plan(NamedTuple):

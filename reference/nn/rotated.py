@@ -9,7 +9,6 @@ from reference.nn.autograd import differentiable, wanted
 from reference.nn.cached import Cached, StepTensors, turned
 from reference.nn.context import BlockContext
 from reference.nn.heads import dense_rows
-from reference.nn.packing import Maps
 from reference.ops.library import twin
 
 
@@ -75,17 +74,17 @@ def rotated(
     freqs: torch.Tensor,
     interleaved: bool,
     qkv_format: str,
-    maps: Maps | None = None,
+    positions: torch.Tensor | None = None,
     step: tuple[Cached, StepTensors] | None = None,
 ) -> torch.Tensor:
     """x `[s, b, h, d]`, `[b, s, h, d]` or `[t, h, d]` rotated by the angles `freqs [s, 1, 1, d]`.
 
-    `maps`: of "thd"; a token's position is that in its sequence. `step`: of `InferenceParams`; a token's position is
+    `positions`: of "thd"; a token's is that in its sequence. `step`: of `InferenceParams`; a token's position is
     that in its cache. x has any strides; the result is contiguous.
     """
     angles, x = angles_of(freqs), x.contiguous()
-    if maps is not None:
-        x, angles = x[:, None], angles[maps.position()]
+    if positions is not None:
+        x, angles = x[:, None], angles[positions]
     x = x.transpose(0, 1) if qkv_format == "bshd" else x
     out = _turn(x, angles, interleaved) if step is None else turned(*step, x, angles, interleaved)
-    return out[:, 0] if maps is not None else out.transpose(0, 1) if qkv_format == "bshd" else out
+    return out[:, 0] if positions is not None else out.transpose(0, 1) if qkv_format == "bshd" else out

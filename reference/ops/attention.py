@@ -60,6 +60,7 @@ from reference.ops.attention_bias import add_bias, bias_tile, check_bias
 from reference.ops.attention_heads import Heads, together
 from reference.ops.attention_lengths import check_lengths, entries
 from reference.ops.attention_options import Options
+from reference.ops.attention_packed import by_heads, check_packed, check_places, gathered, scattered, sizes
 from reference.ops.attention_sinks import check_sinks, sink_weights
 from reference.ops.dropout import check_dropout, keep_scale, state_values, threshold
 from reference.ops.library import define
@@ -150,6 +151,10 @@ def check_attention(
     options: Options,
 ) -> None:
     """Refuse what attention does not accept, on either device."""
+    check_packed(op, q, k, v, options)
+    if options.packed:
+        batch, _, _, sq, skv = sizes(q, k, options)
+        q, k, v = by_heads(q), by_heads(k), by_heads(v)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4:
             raise ValueError(f"{op}: {name} must be 4-D, [batch, heads, sequence, head_dim]; got {list(x.shape)}.")
@@ -175,13 +180,14 @@ def check_attention(
         )
     if k.shape[1] == 0 or h % k.shape[1]:
         raise ValueError(f"{op}: q's {h} heads must be a multiple of k's heads; k has {k.shape[1]}.")
+    shape = (batch, h, sq, skv) if options.packed else (b, h, q.shape[2], k.shape[2])
     check_scale(op, options.scale)
-    check_mask(op, (b, h, q.shape[2], k.shape[2]), q.device, options.mask_type, options.mask)
+    check_mask(op, shape, q.device, options.mask_type, options.mask)
     check_window(op, options.left, options.right)
-    check_bias(op, q, k.shape[2], options.bias, options.slopes)
+    check_bias(op, q, shape, options.bias, options.slopes)
     check_sinks(op, q, options.sinks, options.biased)
     check_dropout(op, "q", q, options.dropout, options.rng_state)
-    check_lengths(op, q, options.q_lengths, options.kv_lengths)
+    check_lengths(op, shape[0], q.device, options.q_lengths, options.kv_lengths)
 
 
 def hidden_pairs(heads: Heads, limits: Limits, rows: slice, keys: slice) -> np.ndarray:
@@ -300,22 +306,24 @@ def _query_block(
 
 
 def with_channels(x: torch.Tensor, channels: int) -> torch.Tensor:
-    """An empty tensor like `x` `[b, h, s, d]`, its dimensions in memory in the same order, of other `channels`."""
-    if channels == x.shape[3]:
+    """An empty tensor like `x` `[.., d]`, its dimensions in memory in the same order, of other `channels`."""
+    if channels == x.shape[-1]:
         return torch.empty_like(x)
-    strides, step = [1] * 4, channels
-    for n in sorted(range(3), key=lambda n: (x.stride(n), -n)):
+    dims = x.dim() - 1
+    strides, step = [1] * (dims + 1), channels
+    for n in sorted(range(dims), key=lambda n: (x.stride(n), -n)):
         strides[n] = step
         step = step * max(x.shape[n], 1)
-    return x.new_empty_strided((*x.shape[:3], channels), strides)
+    return x.new_empty_strided((*x.shape[:dims], channels), strides)
 
 
 def outputs(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    check_attention("twin::attention", q, k, v, Options(*options))
-    row = q.new_empty(q.shape[:3], dtype=torch.float32)
-    return with_channels(q, v.shape[3]), row, torch.empty_like(row)
+    check_attention("twin::attention", q, k, v, found := Options(*options))
+    b, h, _, sq, _ = sizes(q, k, found)
+    row = q.new_empty((b, h, sq), dtype=torch.float32)
+    return with_channels(q, v.shape[-1]), row, torch.empty_like(row)
 
 
 @define(outputs, mutates=("rng_state",))
@@ -335,6 +343,10 @@ def attention(
     sinks: torch.Tensor | None = None,
     q_lengths: torch.Tensor | None = None,
     kv_lengths: torch.Tensor | None = None,
+    q_starts: torch.Tensor | None = None,
+    kv_starts: torch.Tensor | None = None,
+    longest_q: int | None = None,
+    longest_kv: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """softmax(q kᵀ · scale) v -> (out `[b, h, sq, e]` of q's dtype, m fp32 `[b, h, sq]`, inv fp32 `[b, h, sq]`).
 
@@ -351,9 +363,17 @@ def attention(
         slopes: fp32 `[h]` or `[b, h]`, ALiBi's. See `reference.ops.attention_bias`.
         sinks: fp32 `[h]`, see `reference.ops.attention_sink`; not with a bias or slopes.
         q_lengths, kv_lengths: int32 `[b]`, of each entry's queries and keys: `reference.ops.attention_lengths`.
+        q_starts, kv_starts, longest_q, longest_kv: int32 `[b + 1]`, and ints. With them q, k, v and out are packed,
+            `[tokens, heads, d]`, and sq, skv are the longest lengths: `reference.ops.attention_packed`.
     """
-    options = (scale, mask_type, left, right, mask, dropout, rng_state, bias, slopes, sinks, q_lengths, kv_lengths)
+    first = (scale, mask_type, left, right, mask, dropout, rng_state, bias, slopes, sinks, q_lengths, kv_lengths)
+    options = Options(*first, q_starts, kv_starts, longest_q, longest_kv)
     out, m, inv = outputs(q, k, v, *options)
+    if options.packed:
+        check_places("twin::attention", options, (q.shape[0], k.shape[0]))
+        padded, (q,), (k, v), (of_q, _) = gathered(options, (q,), (k, v))
+        in_sequences, m, inv = attention(q, k, v, *padded)
+        return out.copy_(scattered(in_sequences, of_q)), m, inv
     (b, h, sq, _), (_, heads, skv, _) = q.shape, k.shape
     found = entries("twin::attention", (b, h, sq, skv), mask, bias, q_lengths, kv_lengths)
     out.zero_(), m.fill_(float(LOWEST)), inv.zero_()  # of queries beyond a length

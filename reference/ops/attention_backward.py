@@ -37,6 +37,7 @@ from reference.ops.attention_bias import add_bias, bias_tile
 from reference.ops.attention_heads import Heads, together
 from reference.ops.attention_lengths import entries
 from reference.ops.attention_options import Options
+from reference.ops.attention_packed import check_places, gathered, scattered, sizes
 from reference.ops.checks import check_like
 from reference.ops.dropout import keep_scale
 from reference.ops.library import define
@@ -99,19 +100,23 @@ def check_results(
     out: torch.Tensor,
     m: torch.Tensor,
     inv: torch.Tensor,
+    rows: tuple[int, int, int] | None = None,
 ) -> None:
-    """Refuse what are not the results of a forward of q and v in `dtype`, and the gradient of its first."""
-    shape = (*q.shape[:3], v.shape[3])
+    """Refuse what are not the results of a forward of q and v in `dtype`, and the gradient of its first.
+
+    `rows`: [b, h, sq] of m and inv; None is that of q `[b, h, sq, d]`.
+    """
+    shape = (*q.shape[:-1], v.shape[-1])
     for name, x in (("grad", grad), ("out", out)):
         if x.shape != shape or x.dtype != dtype or x.device != q.device:
             raise ValueError(
                 f"{op}: {name} must be {dtype} {list(shape)} on {q.device}, as the forward's out was; "
                 f"got {x.dtype} {list(x.shape)} on {x.device}."
             )
-        if x.stride(3) != 1 and x.numel():
+        if x.stride(-1) != 1 and x.numel():
             raise ValueError(f"{op}: {name} must be contiguous in its last dimension; got strides {x.stride()}.")
     for name, x in (("m", m), ("inv", inv)):
-        check_like(op, name, x, torch.float32, q.shape[:3], q.device)
+        check_like(op, name, x, torch.float32, q.shape[:3] if rows is None else torch.Size(rows), q.device)
 
 
 def outputs(
@@ -125,8 +130,10 @@ def outputs(
     *options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     op = "twin::attention_backward"
-    attention.check_attention(op, q, k, v, Options(*options))
-    check_results(op, q, v, q.dtype, grad, out, m, inv)
+    found = Options(*options)
+    attention.check_attention(op, q, k, v, found)
+    b, h, _, sq, _ = sizes(q, k, found)
+    check_results(op, q, v, q.dtype, grad, out, m, inv, (b, h, sq))
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
@@ -198,18 +205,30 @@ def attention_backward(
     sinks: torch.Tensor | None = None,
     q_lengths: torch.Tensor | None = None,
     kv_lengths: torch.Tensor | None = None,
+    q_starts: torch.Tensor | None = None,
+    kv_starts: torch.Tensor | None = None,
+    longest_q: int | None = None,
+    longest_kv: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """-> (dq like q, dk like k, dv like v).
 
     Args:
         grad: the gradient of out, `[b, h, sq, e]` of q's dtype.
-        q, k, v, scale, mask_type, left, right, mask, dropout, bias, slopes, sinks, q_lengths, kv_lengths: those of the
-            forward.
+        q, k, v, scale, mask_type, left, right, mask, dropout, bias, slopes, sinks, q_lengths, kv_lengths, q_starts,
+            kv_starts, longest_q, longest_kv: those of the forward. Packed, grad is `[tokens, heads, e]`.
         out, m, inv: the forward's results.
         rng_state: the state from before the forward; it is not advanced.
     """
-    options = (scale, mask_type, left, right, mask, dropout, rng_state, bias, slopes, sinks, q_lengths, kv_lengths)
+    first = (scale, mask_type, left, right, mask, dropout, rng_state, bias, slopes, sinks, q_lengths, kv_lengths)
+    options = Options(*first, q_starts, kv_starts, longest_q, longest_kv)
     dq, dk, dv = outputs(grad, q, k, v, out, m, inv, *options)
+    if options.packed:
+        check_places("twin::attention_backward", options, (q.shape[0], k.shape[0]))
+        padded, (grad, q, out), (k, v), (of_q, of_kv) = gathered(options, (grad, q, out), (k, v))
+        grads = attention_backward(grad, q, k, v, out, m, inv, *padded)
+        both = zip((dq, dk, dv), grads, (of_q, of_kv, of_kv), strict=True)
+        dq, dk, dv = (to.copy_(scattered(found, maps)) for to, found, maps in both)
+        return dq, dk, dv
     b, h, sq, d = q.shape
     heads, skv = k.shape[1], k.shape[2]
     found = entries("twin::attention_backward", (b, h, sq, skv), mask, bias, q_lengths, kv_lengths)
@@ -282,13 +301,22 @@ def attention_bias_backward(
     sinks: torch.Tensor | None = None,
     q_lengths: torch.Tensor | None = None,
     kv_lengths: torch.Tensor | None = None,
+    q_starts: torch.Tensor | None = None,
+    kv_starts: torch.Tensor | None = None,
+    longest_q: int | None = None,
+    longest_kv: int | None = None,
 ) -> torch.Tensor:
     """-> dbias, contiguous, of bias's shape and dtype: the sum of ds, in the order of `reference.ops.attention_bias`.
 
     Args: those of `twin::attention_backward`; bias is needed.
     """
-    options = (scale, mask_type, left, right, mask, dropout, rng_state, bias, slopes, sinks, q_lengths, kv_lengths)
+    first = (scale, mask_type, left, right, mask, dropout, rng_state, bias, slopes, sinks, q_lengths, kv_lengths)
+    options = Options(*first, q_starts, kv_starts, longest_q, longest_kv)
     dbias = bias_outputs(grad, q, k, v, out, m, inv, *options)
+    if options.packed:
+        check_places("twin::attention_bias_backward", options, (q.shape[0], k.shape[0]))
+        padded, (grad, q, out), (k, v), _ = gathered(options, (grad, q, out), (k, v))
+        return attention_bias_backward(grad, q, k, v, out, m, inv, *padded)
     (b, h, sq, _), (_, heads, skv, _) = q.shape, k.shape
     found = entries("twin::attention_bias_backward", (b, h, sq, skv), mask, bias, q_lengths, kv_lengths)
     total = torch.zeros(*dbias.shape, dtype=torch.float32, device="cpu")

@@ -43,9 +43,18 @@ def default_slopes(heads: int) -> torch.Tensor:
     return torch.tensor(powers, dtype=torch.float32, device="cpu")
 
 
-def check_bias(op: str, q: torch.Tensor, keys: int, bias: torch.Tensor | None, slopes: torch.Tensor | None) -> None:
-    """Refuse a bias that is not `[1 or b, 1 or h, sq, skv]`, slopes that are not `[h]` or `[b, h]`, and both."""
-    b, h, sq, _ = q.shape
+def check_bias(
+    op: str,
+    q: torch.Tensor,
+    shape: tuple[int, int, int, int],
+    bias: torch.Tensor | None,
+    slopes: torch.Tensor | None,
+) -> None:
+    """Refuse a bias that is not `[1 or b, 1 or h, sq, skv]`, slopes that are not `[h]` or `[b, h]`, and both.
+
+    `shape`: [b, h, sq, skv]; q has the dtype and the device.
+    """
+    b, h, sq, keys = shape
     if bias is not None and slopes is not None:
         raise ValueError(f"{op}: bias and slopes are both given; one of them is accepted.")
     if bias is not None:

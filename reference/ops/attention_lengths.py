@@ -34,9 +34,10 @@ class Entry(NamedTuple):
     bias: torch.Tensor | None
 
 
-def check_lengths(op: str, q: torch.Tensor, q_lengths: torch.Tensor | None, kv_lengths: torch.Tensor | None) -> None:
-    """Refuse lengths that are not contiguous int32 `[b]` on q's device."""
-    batch = q.shape[0]
+def check_lengths(
+    op: str, batch: int, device: torch.device, q_lengths: torch.Tensor | None, kv_lengths: torch.Tensor | None
+) -> None:
+    """Refuse lengths that are not contiguous int32 `[batch]` on q's device."""
     for name, x in (("q_lengths", q_lengths), ("kv_lengths", kv_lengths)):
         if x is None:
             continue
@@ -45,8 +46,8 @@ def check_lengths(op: str, q: torch.Tensor, q_lengths: torch.Tensor | None, kv_l
                 f"{op}: {name} must be contiguous torch.int32 [{batch}], one number for each entry of the batch; "
                 f"got {x.dtype} {list(x.shape)}."
             )
-        if x.device != q.device:
-            raise ValueError(f"{op}: {name} is on {x.device}, q on {q.device}.")
+        if x.device != device:
+            raise ValueError(f"{op}: {name} is on {x.device}, q on {device}.")
 
 
 def _numbers(op: str, name: str, x: torch.Tensor | None, batch: int, most: int) -> list[int]:

@@ -22,6 +22,10 @@ class Options(NamedTuple):
     sinks: Tensor = None
     q_lengths: Tensor = None
     kv_lengths: Tensor = None
+    q_starts: Tensor = None
+    kv_starts: Tensor = None
+    longest_q: int | None = None
+    longest_kv: int | None = None
 
     @property
     def biased(self) -> bool:
@@ -32,6 +36,19 @@ class Options(NamedTuple):
     def has_lengths(self) -> bool:
         """Whether the batch's entries have lengths of their own."""
         return not self.q_lengths is self.kv_lengths is None
+
+    @property
+    def packed(self) -> bool:
+        """Whether sequences lie one after the other: `reference.ops.attention_packed`."""
+        return self.q_starts is not None
+
+    def padded(self) -> "Options":
+        """Of the call on the padded sequences."""
+        return self._replace(q_starts=None, kv_starts=None, longest_q=None, longest_kv=None)
+
+    def of_rows(self) -> "Options":
+        """What statistics of a query depend on: not on lengths, unless they say where it lies."""
+        return self.unbiased() if self.packed else Options(*self.of_fp8)
 
     @property
     def of_fp8(self) -> tuple[float, str, int, int, Tensor, float, Tensor]:

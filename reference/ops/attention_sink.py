@@ -25,6 +25,7 @@ from reference import elementary
 from reference.elementary import LOG2E, ZERO, exp2_grid_scalar
 from reference.numba_jit import fma, jit
 from reference.ops.attention_backward import row_dots
+from reference.ops.attention_packed import by_heads, check_one_side, maps_of, to_sequences
 from reference.ops.checks import check_like
 from reference.ops.library import define
 
@@ -51,9 +52,19 @@ def _sink_gradient(
 
 
 def outputs(
-    grad: torch.Tensor, out: torch.Tensor, m: torch.Tensor, inv: torch.Tensor, sinks: torch.Tensor
+    grad: torch.Tensor,
+    out: torch.Tensor,
+    m: torch.Tensor,
+    inv: torch.Tensor,
+    sinks: torch.Tensor,
+    q_lengths: torch.Tensor | None = None,
+    q_starts: torch.Tensor | None = None,
 ) -> torch.Tensor:
     op = "twin::attention_sink_backward"
+    rows: tuple[int, ...] = grad.shape[:3]
+    if q_starts is not None or q_lengths is not None:
+        rows = check_one_side(op, grad, m, q_lengths, q_starts)
+        grad, out = (by_heads(x) if x.dim() == 3 else x for x in (grad, out))
     if grad.dim() != 4 or grad.dtype not in (torch.bfloat16, torch.float16) or grad.shape[3] % 8 or grad.shape[3] > 256:
         raise ValueError(
             f"{op}: grad must be torch.bfloat16 or torch.float16 [b, h, sq, d], d a multiple of 8 up to 256; got "
@@ -64,14 +75,20 @@ def outputs(
     for name, x in (("grad", grad), ("out", out)):
         if x.stride(3) != 1 and x.numel():
             raise ValueError(f"{op}: {name} must be contiguous in its last dimension; got strides {x.stride()}.")
-    for name, x, shape in (("m", m, grad.shape[:3]), ("inv", inv, grad.shape[:3]), ("sinks", sinks, grad.shape[1:2])):
+    for name, x, shape in (("m", m, rows), ("inv", inv, rows), ("sinks", sinks, grad.shape[1:2])):
         check_like(op, name, x, torch.float32, shape, grad.device)
     return torch.empty_like(sinks)
 
 
 @define(outputs)
 def attention_sink_backward(
-    grad: torch.Tensor, out: torch.Tensor, m: torch.Tensor, inv: torch.Tensor, sinks: torch.Tensor
+    grad: torch.Tensor,
+    out: torch.Tensor,
+    m: torch.Tensor,
+    inv: torch.Tensor,
+    sinks: torch.Tensor,
+    q_lengths: torch.Tensor | None = None,
+    q_starts: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """-> dsinks fp32 `[h]`.
 
@@ -79,8 +96,12 @@ def attention_sink_backward(
         grad: the gradient of out, `[b, h, sq, d]` bf16 or fp16.
         out, m, inv: the forward's results; m and inv fp32 `[b, h, sq]`.
         sinks: fp32 `[h]`, those of the forward.
+        q_lengths, q_starts: where grad and out are packed, `[tokens, h, d]`: `reference.ops.attention_packed`.
     """
-    dsinks = outputs(grad, out, m, inv, sinks)
+    dsinks = outputs(grad, out, m, inv, sinks, q_lengths, q_starts)
+    if q_starts is not None and q_lengths is not None:
+        maps = maps_of(q_lengths, q_starts, m.shape[2], grad.shape[0])
+        grad, out = (to_sequences(x, maps).transpose(1, 2) for x in (grad, out))
     if not grad.numel():
         return dsinks.zero_()  # the loop's sum of nothing would be -0
     for head in range(grad.shape[1]):

@@ -24,6 +24,7 @@ from reference.ops import (  # noqa: F401  (declares the ops)
     gemm_fp8,
     gemm_fused,
 )
+from reference.ops.attention_options import Options
 
 Shape = tuple[int, ...]
 _GEMMS = (
@@ -37,9 +38,19 @@ def gemm_flops(a: Shape, b: Shape, *rest: Any, out_shape: Any = None, **more: An
     return 2 * a[0] * a[1] * b[0]
 
 
+def _padded(options: Any, q: Shape, k: Shape, v: Shape) -> tuple[Shape, Shape, Shape]:
+    """The sizes as if each head of q had its own keys; of packed sequences as if all had the longest ones' length."""
+    if len(q) == 3:
+        found = Options(*options)
+        batch = found.q_starts[0] - 1  # type: ignore[index]
+        q = (batch, q[1], found.longest_q, q[2])  # type: ignore[assignment]
+        k, v = ((batch, x[1], found.longest_kv, x[2]) for x in (k, v))  # type: ignore[assignment]
+    return q, (k[0], q[1], *k[2:]), (v[0], q[1], *v[2:])
+
+
 def attention_flops(q: Shape, k: Shape, v: Shape, *rest: Any, out_shape: Any = None, **more: Any) -> int:
     """Two products for each head of q."""
-    k, v = ((x[0], q[1], *x[2:]) for x in (k, v))
+    q, k, v = _padded(rest, q, k, v)
     return int(sdpa_flop_count(q, k, v))
 
 
@@ -50,8 +61,8 @@ def attention_fp8_flops(q: Shape, k: Shape, *rest: Any, out_shape: Any = None, *
 
 def attention_backward_flops(grad: Shape, q: Shape, k: Shape, v: Shape, *rest: Any, **more: Any) -> int:
     """Five products for each head of q, one of which recomputes the scores."""
-    k, v = ((x[0], q[1], *x[2:]) for x in (k, v))
-    return int(sdpa_backward_flop_count(grad, q, k, v))
+    q, k, v = _padded(rest[3:], q, k, v)
+    return int(sdpa_backward_flop_count((*q[:3], v[3]), q, k, v))
 
 
 register_flop_formula([getattr(torch.ops.twin, name) for name in _GEMMS])(gemm_flops)

@@ -65,6 +65,7 @@ twin = SimpleNamespace()
 _TYPES: dict[Any, str] = {
     torch.Tensor: "Tensor",
     torch.Tensor | None: "Tensor?",
+    int | None: "int?",
     list[torch.Tensor]: "Tensor[]",
     list[int]: "int[]",
     torch.dtype: "ScalarType",

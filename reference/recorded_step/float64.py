@@ -18,6 +18,7 @@ from reference.ops.activation import clamp_of, is_gated
 from reference.ops.attention import NO_LIMIT, keep_pairs, limits
 from reference.ops.attention_lengths import entries
 from reference.ops.attention_options import Options
+from reference.ops.attention_packed import gathered, scattered
 from reference.ops.cat_cast_transpose import side_by_side
 from reference.ops.dropout import dropped, keep_scale, threshold
 
@@ -155,12 +156,19 @@ def _pairs(q: T, k: T, options: Options) -> tuple[T, T | None] | None:
 
 def _attention(q: T, k: T, v: T, *given: Any) -> Results:
     options = Options(*given)
+    if options.packed:
+        padded, (q,), (k, v), (of_q, _) = gathered(options, (q,), (k, v))
+        return [None if x is None else scattered(x, of_q) for x in _attention(q, k, v, *padded)]
     pairs = _pairs(q, k, options)
     return [] if pairs is None else [_attend(q.double(), k.double(), v.double(), options.scale, *pairs)]
 
 
 def _attention_backward(grad: T, q: T, k: T, v: T, out: T, m: T, inv: T, *given: Any) -> Results:
     options = Options(*given)
+    if options.packed:
+        padded, (grad, q, out), (k, v), (of_q, of_kv) = gathered(options, (grad, q, out), (k, v))
+        both = zip(_attention_backward(grad, q, k, v, out, m, inv, *padded), (of_q, of_kv, of_kv), strict=False)
+        return [None if x is None else scattered(x, maps) for x, maps in both]
     pairs = _pairs(q, k, options)
     if pairs is None:
         return []

@@ -204,12 +204,35 @@ def with_more(c: Inputs) -> Iterator[Drawn]:
         yield _draw(c, (2, 2, 1, 40, 70, d), mask_type="causal_bottom_right", slopes=slopes, dropout=0.1)
 
 
+def packed(c: Inputs) -> Iterator[Drawn]:
+    """Sequences one after the other, with rows between them and with none; every option beside them."""
+    bias = c.normal(1, 4, 130, 140)
+    for d, e, more in (
+        (64, 64, {}),
+        (128, 128, {"dropout": 0.1}),
+        (72, 128, {"slopes": c.positive(4), "dropout": 0.1}),
+        (40, 40, {"sinks": c.normal(4, dtype=FP32), "window": (50, 3)}),
+        (64, 64, {"bias": bias}),
+    ):
+        rows, keys = int32(c, 0, 130, 131, 136), int32(c, 2, 22, 100, 245)
+        given: dict[str, Any] = {"q_lengths": int32(c, 130, 0, 5), "kv_lengths": int32(c, 20, 70, 140)}
+        given |= {"q_starts": rows, "kv_starts": keys, "longest_q": 130, "longest_kv": 140, **more}
+        q, k, v, grad = (c.normal(n, h, x) for n, h, x in ((137, 4, d), (250, 2, d), (250, 2, e), (137, 4, e)))
+        state = c.random_state() if given.get("dropout") else None
+        left, right = given.pop("window", (-1, -1))
+        yield Drawn(grad, q, k, v, Options(0.125, "causal_bottom_right", left, right, rng_state=state, **given))
+
+
+def int32(c: Inputs, *numbers: int) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.int32, device=c.device)
+
+
 def forward(drawn: Drawn) -> Call:
     return Call(twin.attention, (drawn.q, drawn.k, drawn.v, *drawn.options))
 
 
 def calls(c: Inputs) -> Calls:
-    for drawn in (*plain(c), *with_bias(c), *with_more(c)):
+    for drawn in (*plain(c), *with_bias(c), *with_more(c), *packed(c)):
         yield forward(drawn)
 
 

@@ -13,7 +13,7 @@ def _backward(drawn: attention.Drawn) -> Call:
 
 
 def calls(c: Inputs) -> Calls:
-    for drawn in (*attention.plain(c), *attention.with_bias(c), *attention.with_more(c)):
+    for drawn in (*attention.plain(c), *attention.with_bias(c), *attention.with_more(c), *attention.packed(c)):
         yield _backward(drawn)
 
 

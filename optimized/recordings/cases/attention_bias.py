@@ -19,7 +19,8 @@ def cases() -> Iterator[Case]:
 
 
 def calls(c: Inputs) -> Calls:
-    for drawn in attention.with_bias(c):
+    biased = (drawn for drawn in attention.packed(c) if drawn.options.bias is not None)
+    for drawn in (*attention.with_bias(c), *biased):
         yield Call(twin.attention_bias_backward, (*drawn.saved(), *drawn.options))
 
 

@@ -33,6 +33,12 @@ def calls(c: Inputs) -> Calls:
     m, inv = c.normal(2, 3, 40, dtype=FP32), c.positive(2, 3, 40)
     yield Call(twin.attention_sink_backward, (grad, out, m, inv, c.normal(3, dtype=FP32)))
 
+    # Packed sequences, rows between them.
+    grad, out = (c.normal(140, 3, 64) for _ in range(2))
+    where = attention.int32(c, 40, 0, 90), attention.int32(c, 1, 41, 45, 140)
+    m, inv = c.normal(3, 3, 90, dtype=FP32), c.positive(3, 3, 90)
+    yield Call(twin.attention_sink_backward, (grad, out, m, inv, c.normal(3, dtype=FP32), *where))
+
 
 def sized(c: Inputs, rows: int, cols: int) -> Calls:
     yield _call(c, cols, 2, rows, 16)
