@@ -40,7 +40,7 @@ def test_a_call_gives_the_same_twice_and_changes_what_it_says(name: str, every: 
     """
     seen: set[str] = set()
     for i, call in enumerate(drawn(name)):
-        if sum(x.numel() for x in tensors_in(call.args)) > SMALL and call.name in seen and i % every:
+        if sum(x.numel() for x in tensors_of(call.args)) > SMALL and call.name in seen and i % every:
             continue
         seen.add(call.name)
         before, again = copy.deepcopy(call.args), copy.deepcopy(call.args)
