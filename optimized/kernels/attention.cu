@@ -20,7 +20,7 @@
 
 using namespace twin;
 
-constexpr int kConsumers = 3;            // warpgroups
+constexpr int kConsumers = 3;              // warpgroups
 constexpr int kQueries = 64 * kConsumers;  // of a tile
 constexpr int kChunk = kTileRows * 128, kQueryChunk = kQueries * 128;
 
@@ -162,7 +162,7 @@ __device__ __forceinline__ void consume(Shared& shared, const Arguments& a, unsi
 #pragma unroll
         for (int i = 0; i < N_OUT / 2; i++) o[i] = 0.0f;
         const auto counter = DROPOUT ? tile_counter(a, tile.batch * a.heads + tile.head, warp_row / 16, 0) : 0;
-        const auto soften = [&](float(&s)[64], float(&alpha)[2], int j) {
+        const auto soften = [&](float (&s)[64], float (&alpha)[2], int j) {
             const int key = j * kTileRows + 2 * (threadIdx.x % 4);
 #if BIAS
             add_bias<false>(s, a, limits, tile.batch, tile.head, row, key);

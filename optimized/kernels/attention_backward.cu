@@ -25,10 +25,10 @@
 using namespace twin;
 
 constexpr int kAcc = N_OUT / 2;
-constexpr int kKeyChunk = kTileRows * 128;   // bytes of 128 keys and 64 channels, or 64 queries
+constexpr int kKeyChunk = kTileRows * 128;  // bytes of 128 keys and 64 channels, or 64 queries
 constexpr int kChunk = QUERIES * 128;
-constexpr int kTiles = kWords > 1 ? 1 : 2;   // of dq, in shared memory
-constexpr int kAdders = kTiles;              // warps that add dq to global memory, a tile in turn
+constexpr int kTiles = kWords > 1 ? 1 : 2;  // of dq, in shared memory
+constexpr int kAdders = kTiles;             // warps that add dq to global memory, a tile in turn
 
 struct __align__(1024) Shared {
     unsigned char k[D_CHUNKS * kKeyChunk], v[D_CHUNKS * kKeyChunk];
@@ -59,10 +59,10 @@ __device__ __forceinline__ void produce(Shared& shared, const CUtensorMap* q, co
             shared.keys_box.wait_empty(keys.parity);
             mbarrier_arrive_expect_tx(keys_full, chunks * 2 * kKeyChunk);
             for (int c = 0; c < chunks; c++) {
-                load_chunk(shared_address(shared.k) + c * kKeyChunk, k, keys_full, 64 * c, work.first + kv_start(limits),
-                           work.key_head, work.batch);
-                load_chunk(shared_address(shared.v) + c * kKeyChunk, v, keys_full, 64 * c, work.first + kv_start(limits),
-                           work.key_head, work.batch);
+                load_chunk(shared_address(shared.k) + c * kKeyChunk, k, keys_full, 64 * c,
+                           work.first + kv_start(limits), work.key_head, work.batch);
+                load_chunk(shared_address(shared.v) + c * kKeyChunk, v, keys_full, 64 * c,
+                           work.first + kv_start(limits), work.key_head, work.batch);
             }
         };
         bool has_keys = false;
@@ -83,8 +83,8 @@ __device__ __forceinline__ void produce(Shared& shared, const CUtensorMap* q, co
                 const unsigned grad_full = shared_address(&shared.grad_box[s].full);
                 mbarrier_arrive_expect_tx(grad_full, D_CHUNKS * kChunk + 4 * QUERIES);
                 for (int c = 0; c < D_CHUNKS; c++)
-                    load_chunk(shared_address(shared.grad[s]) + c * kChunk, grad, grad_full, 64 * c, row + q_start(limits),
-                               head, work.batch);
+                    load_chunk(shared_address(shared.grad[s]) + c * kChunk, grad, grad_full, 64 * c,
+                               row + q_start(limits), head, work.batch);
                 bulk_load(shared_address(shared.dots[s]), scratch.dots + at, 4 * QUERIES, grad_full);
                 if (!has_keys) load_keys(), has_keys = true;  // after the first queries: their place is free earlier
             }
@@ -95,7 +95,8 @@ __device__ __forceinline__ void produce(Shared& shared, const CUtensorMap* q, co
 
 // One thread for each place of dq in shared memory. What is there goes to global memory after that of the later key
 // blocks. While one thread waits for its turn, or for its addition to be seen, the other one works.
-__device__ __forceinline__ void add_dq(Shared& shared, const Arguments& a, const Scratch& scratch, int padded, int place) {
+__device__ __forceinline__ void add_dq(Shared& shared, const Arguments& a, const Scratch& scratch, int padded,
+                                       int place) {
     Mailbox& dq_box = shared.dq_box[place];
     const unsigned source = shared_address(shared.dq[place]);
     unsigned parity = 0;
@@ -340,8 +341,8 @@ __device__ __forceinline__ void consume(Shared& shared, const Arguments& a, cons
 extern "C" __global__ void __launch_bounds__(384, 1)
     attention_backward(const __grid_constant__ CUtensorMap q, const __grid_constant__ CUtensorMap k,
                        const __grid_constant__ CUtensorMap v, const __grid_constant__ CUtensorMap grad,
-                       const __grid_constant__ Arguments a, const __grid_constant__ Scratch scratch,
-                       unsigned short* dk, unsigned short* dv) {
+                       const __grid_constant__ Arguments a, const __grid_constant__ Scratch scratch, unsigned short* dk,
+                       unsigned short* dv) {
     extern __shared__ __align__(1024) unsigned char memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     if (threadIdx.x == 0) {

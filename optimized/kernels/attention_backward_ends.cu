@@ -14,7 +14,8 @@ using namespace twin;
 // `a.out_*`, in elements. No turn has been taken yet.
 extern "C" __global__ void __launch_bounds__(256)
     dots(const __grid_constant__ Arguments a, const unsigned short* grad, const unsigned short* out, long long grad_b,
-         long long grad_h, long long grad_s, const float* m, const float* inv, const __grid_constant__ Scratch scratch) {
+         long long grad_h, long long grad_s, const float* m, const float* inv,
+         const __grid_constant__ Scratch scratch) {
     constexpr int kLanes = N_OUT / 8, kGroups = 256 / kLanes, kEach = 4;
     __shared__ float sums[kEach * kGroups];
     let_next_grid_start();
@@ -23,7 +24,8 @@ extern "C" __global__ void __launch_bounds__(256)
     if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) *scratch.ticket = 0;
 #if HEADS_APART
     const int words = a.batches * (a.heads / a.group) * ((a.skv + kTileRows - 1) / kTileRows) * (4 * kWarpgroups);
-    for (int at = (blockIdx.y * gridDim.x + blockIdx.x) * 256 + threadIdx.x; at < words; at += gridDim.x * gridDim.y * 256)
+    for (int at = (blockIdx.y * gridDim.x + blockIdx.x) * 256 + threadIdx.x; at < words;
+         at += gridDim.x * gridDim.y * 256)
         scratch.summed[at] = 0;
 #endif
 #if PACKED

@@ -167,8 +167,7 @@ struct DkConsumer {
         for (int step = 0; step < 4; step++) pack_operand<FORMAT>(gradients[step], dp, step);
         wgmma_fence();
 #pragma unroll
-        for (int step = 0; step < 4; step++)
-            wgmma_k16<FORMAT, 1>(dk, gradients[step], along_rows(q, kRows, step), 1);
+        for (int step = 0; step < 4; step++) wgmma_k16<FORMAT, 1>(dk, gradients[step], along_rows(q, kRows, step), 1);
         wgmma_commit();
         give_gradients(gradients);
         wgmma_wait<0>();
@@ -202,8 +201,8 @@ __device__ __forceinline__ void consume(Shared& shared, const Arguments& a, floa
 extern "C" __global__ __cluster_dims__(2, 1, 1) void __launch_bounds__(384, 1)
     attention_backward(const __grid_constant__ CUtensorMap q, const __grid_constant__ CUtensorMap k,
                        const __grid_constant__ CUtensorMap v, const __grid_constant__ CUtensorMap grad,
-                       const __grid_constant__ Arguments a, const __grid_constant__ Scratch scratch,
-                       unsigned short* dk, unsigned short* dv) {
+                       const __grid_constant__ Arguments a, const __grid_constant__ Scratch scratch, unsigned short* dk,
+                       unsigned short* dv) {
     extern __shared__ __align__(1024) unsigned char memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     const int block = static_cast<int>(cluster_rank());
@@ -231,9 +230,9 @@ extern "C" __global__ __cluster_dims__(2, 1, 1) void __launch_bounds__(384, 1)
         setmaxnreg_inc<232>();
         if (warpgroup == 0) {
             DvConsumer consumer{shared, block};
-            consume(shared, a, consumer.dv, [&](Pairs&, int, int) { consumer.tile(); }, [&](long long to, int rows) {
-                store_rows(consumer.dv, a.kept, a.kept, dv + to, a.out_s, rows, a.d);
-            });
+            consume(
+                shared, a, consumer.dv, [&](Pairs&, int, int) { consumer.tile(); },
+                [&](long long to, int rows) { store_rows(consumer.dv, a.kept, a.kept, dv + to, a.out_s, rows, a.d); });
         } else {
             DkConsumer consumer{shared, a, scratch, block};
             const auto tile = [&](Pairs& at, int key, int query) {

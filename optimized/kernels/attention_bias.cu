@@ -14,7 +14,7 @@
 
 using namespace twin;
 
-constexpr int kStreamRows = 64;  // keys of a tile
+constexpr int kStreamRows = 64;                                              // keys of a tile
 constexpr int kQueryChunk = kTileRows * 128, kKeyChunk = kStreamRows * 128;  // bytes
 
 struct __align__(1024) Shared {

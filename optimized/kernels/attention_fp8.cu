@@ -20,10 +20,10 @@
 
 using namespace twin;
 
-constexpr int kConsumers = 3;            // warpgroups
-constexpr int kQueries = 64 * kConsumers;  // of a tile
+constexpr int kConsumers = 3;                                                                 // warpgroups
+constexpr int kQueries = 64 * kConsumers;                                                     // of a tile
 constexpr int kChunk = kTileRows * 128, kQueryChunk = kQueries * 128, kValues = N_OUT * 128;  // bytes
-constexpr unsigned kOnes = 0x38383838;  // four codes of 1
+constexpr unsigned kOnes = 0x38383838;                                                        // four codes of 1
 
 // Queries from `first` of a head, columns from `column` of d, and the blocks of keys that they visit. Without a head
 // (-1), there is no tile.
@@ -93,7 +93,8 @@ __device__ __forceinline__ void produce(Shared& shared, const CUtensorMap* q, co
                        tile.batch);
         for (int j = tile.blocks.from; j < tile.blocks.to; j++, stage.advance()) {
             const int n = stage.index;
-            const unsigned k_full = shared_address(&shared.k_box[n].full), v_full = shared_address(&shared.v_box[n].full);
+            const unsigned k_full = shared_address(&shared.k_box[n].full),
+                           v_full = shared_address(&shared.v_box[n].full);
             shared.k_box[n].wait_empty(stage.parity);
             mbarrier_arrive_expect_tx(k_full, D_CHUNKS * kChunk);
             for (int i = 0; i < 2 * D_CHUNKS; i++)  // keys 4 n and 4 n + 1, then 4 n + 2 and 4 n + 3
@@ -155,8 +156,9 @@ __device__ __forceinline__ void add_values(float (&o)[N_OUT / 2], Rows& rows, co
     if constexpr (!DROPOUT) add_sums(rows, alpha, product[32], product[34]);
 }
 
-__device__ __forceinline__ void store(const float (&o)[N_OUT / 2], const Rows& rows, const Arguments& a, float of_values,
-                                      unsigned short* out, float* m, float* inv, int row, const Tile& tile) {
+__device__ __forceinline__ void store(const float (&o)[N_OUT / 2], const Rows& rows, const Arguments& a,
+                                      float of_values, unsigned short* out, float* m, float* inv, int row,
+                                      const Tile& tile) {
     float last[2];
     finish_codes(last, rows, a, m, inv, tile.batch, tile.head, row, tile.column == 0);
     out += tile.batch * a.out_b + tile.head * a.out_h + row * a.out_s + tile.column;
@@ -184,7 +186,7 @@ __device__ __forceinline__ void consume(Shared& shared, const Arguments& a, floa
         for (int i = 0; i < N_OUT / 2; i++) o[i] = 0.0f;
         const auto counter = DROPOUT ? tile_counter(a, tile.batch * a.heads + tile.head, warp_row / 16, 0) : 0;
         const ClearBlocks clear(a, warp_row, mask != nullptr);
-        const auto hide = [&](float(&s)[64], int j) {
+        const auto hide = [&](float (&s)[64], int j) {
             const int key = j * kTileRows + 4 * (threadIdx.x % 4);
             if (!__any_sync(0xFFFFFFFF, !clear.has(j))) return;
             if ((j + 1) * kTileRows > key_limit(a, warp_row)) hide_fours_after(s, a, row, key);

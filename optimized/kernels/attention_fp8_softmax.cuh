@@ -179,8 +179,8 @@ __device__ __forceinline__ void drop_codes(unsigned (&p)[4][4], const unsigned (
 }
 
 // The factors of the thread's two rows of O, whose sums are l. m and 1 / l go to memory if `writes`.
-__device__ __forceinline__ void finish_codes(float (&last)[2], const Rows& rows, const Arguments& a, float* m, float* inv,
-                                             int batch, int head, int row, bool writes) {
+__device__ __forceinline__ void finish_codes(float (&last)[2], const Rows& rows, const Arguments& a, float* m,
+                                             float* inv, int batch, int head, int row, bool writes) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         const float inverse = rows.sum[r] == 0.0f ? 0.0f : __fdiv_rn(1.0f, rows.sum[r]);

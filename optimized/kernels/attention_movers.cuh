@@ -23,7 +23,7 @@ struct Work {
 
 struct __align__(1024) Shared {
     unsigned char k[kMatrix], v[kMatrix];
-    unsigned char others[2 * kRows];        // of the other block's keys the channels of dq
+    unsigned char others[2 * kRows];  // of the other block's keys the channels of dq
     unsigned char q[2][kMatrix], grad[kMatrix];
     unsigned char p[kRows], ds[2 * kRows];  // [64 keys][64 queries], [128 keys][64 queries]
     float dq[kPiece];
@@ -48,9 +48,10 @@ __device__ __forceinline__ Work work_of(const Arguments& a, int rank, int works,
 }
 
 // 64 rows and 64 channels at a time, from channel `x`.
-__device__ __forceinline__ void load(unsigned char* to, const CUtensorMap* map, unsigned full, int chunks, int x, int row,
-                                     int head, int batch) {
-    for (int c = 0; c < chunks; c++) load_chunk(shared_address(to) + c * kRows, map, full, x + 64 * c, row, head, batch);
+__device__ __forceinline__ void load(unsigned char* to, const CUtensorMap* map, unsigned full, int chunks, int x,
+                                     int row, int head, int batch) {
+    for (int c = 0; c < chunks; c++)
+        load_chunk(shared_address(to) + c * kRows, map, full, x + 64 * c, row, head, batch);
 }
 
 // One thread takes works, and loads their queries.
@@ -107,7 +108,8 @@ __device__ __forceinline__ void produce_keys(Shared& shared, const CUtensorMap* 
 }
 
 // What is in shared.dq goes to global memory after that of the later key blocks.
-__device__ __forceinline__ void add_dq(Shared& shared, const Arguments& a, const Scratch& scratch, int padded, int block) {
+__device__ __forceinline__ void add_dq(Shared& shared, const Arguments& a, const Scratch& scratch, int padded,
+                                       int block) {
     const unsigned source = shared_address(shared.dq);
     unsigned parity = 0;
     for (Stage<2> works;; works.advance()) {

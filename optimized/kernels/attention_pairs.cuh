@@ -11,8 +11,8 @@ constexpr int kScores = QUERIES / 2;  // accumulators of a tile of 64 keys
 // What a thread hides and keeps of its pairs, and where they lie: accumulator 4 t + 2 r + e is of the key
 // `key` + 8 r and of the query `query` + 8 t + e.
 struct Pairs {
-    int head, key, query;                     // head: batch h + head, of the queries
-    unsigned hidden[kWords], keep[kWords];    // bit n % 32 of word n / 32: of accumulator n
+    int head, key, query;                   // head: batch h + head, of the queries
+    unsigned hidden[kWords], keep[kWords];  // bit n % 32 of word n / 32: of accumulator n
 };
 
 // Fill `hidden`, for a tile in which some pair is hidden.

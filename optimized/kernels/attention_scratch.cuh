@@ -12,8 +12,8 @@
 
 namespace twin {
 
-constexpr int kWords = QUERIES / 64;  // of 32 pairs each that a thread has in a tile
-constexpr int kPiece = 64 * 64;       // half of a tile's dq, in floats
+constexpr int kWords = QUERIES / 64;          // of 32 pairs each that a thread has in a tile
+constexpr int kPiece = 64 * 64;               // half of a tile's dq, in floats
 constexpr int kHalves = N_OUT > 128 ? 2 : 1;  // of a tile's channels; each has a turn
 static_assert(QUERIES * N_OUT == kHalves * 2 * kPiece, "dq of a half is two pieces");
 
@@ -28,11 +28,11 @@ struct Scratch {
     int first_head;            // ... from this one on, of queries
     int works;                 // where this launch ends
 #if HEADS_APART
-    float* handed;       // [apart, key blocks, dv and dk, N_OUT / 8, 256 threads, 4]: sums that works go on from
-    unsigned* summed;    // [b, heads of keys, key blocks, 8 warps]: heads of the group in them
-    int apart_from;      // heads of keys from this one on, batch and head, ...
-    int apart;           // ... as many as these, have works ...
-    int each;            // ... of this many heads of the group
+    float* handed;     // [apart, key blocks, dv and dk, N_OUT / 8, 256 threads, 4]: sums that works go on from
+    unsigned* summed;  // [b, heads of keys, key blocks, 8 warps]: heads of the group in them
+    int apart_from;    // heads of keys from this one on, batch and head, ...
+    int apart;         // ... as many as these, have works ...
+    int each;          // ... of this many heads of the group
 #endif
 };
 
@@ -41,7 +41,8 @@ __device__ __forceinline__ int padded_queries(const Arguments& a) {
 }
 
 // The words of `keep` for 64 queries and 16 keys, of which these are the first ones; one for each lane.
-__device__ __forceinline__ unsigned* kept_words(const Arguments& a, const Scratch& scratch, int head, int query, int key) {
+__device__ __forceinline__ unsigned* kept_words(const Arguments& a, const Scratch& scratch, int head, int query,
+                                                int key) {
     const int strips = (a.skv + kTileRows - 1) / kTileRows * (kTileRows / 16);
     const long long rows = static_cast<long long>(head - scratch.first_head) * (padded_queries(a) / 64) + query / 64;
     return scratch.keep + (rows * strips + key / 16) * 32;

@@ -54,7 +54,8 @@ __device__ __forceinline__ void hide_masked(float (&s)[64], const Arguments& a, 
 __device__ __forceinline__ bool hides_nothing(const Arguments& a, const unsigned char* mask, int key) {
     const unsigned char* entries = mask + key;
     const bool one_row = a.mask_i == 0 || a.sq == 1;  // torch's stride of a dimension of one element means nothing
-    if (!one_row || a.mask_j != 1 || key + kTileRows > a.skv || reinterpret_cast<size_t>(entries) % 4 != 0) return false;
+    if (!one_row || a.mask_j != 1 || key + kTileRows > a.skv || reinterpret_cast<size_t>(entries) % 4 != 0)
+        return false;
     const unsigned four = __ldg(reinterpret_cast<const unsigned*>(entries) + threadIdx.x % 32);
     return __all_sync(0xFFFFFFFF, four == 0);
 }

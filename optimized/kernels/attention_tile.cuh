@@ -38,10 +38,10 @@
 
 namespace twin {
 
-constexpr int kTileRows = 128;  // queries, or keys, of a block
-constexpr int kWarpgroups = 2;  // of the backward, with 64 rows each
+constexpr int kTileRows = 128;                                     // queries, or keys, of a block
+constexpr int kWarpgroups = 2;                                     // of the backward, with 64 rows each
 #define TWIN_HIDDEN __int_as_float(static_cast<int>(0xFF800000u))  // the score of a hidden pair, -inf
-constexpr float kLowest = -1.2676506002282294e30f;  // -2^100
+constexpr float kLowest = -1.2676506002282294e30f;                 // -2^100
 
 // The fields of optimized/ops/attention.py's structured array, in its order.
 struct Arguments {
@@ -59,18 +59,18 @@ struct Arguments {
     const float* slopes;               // of ALiBi
     long long bias_b, bias_h, bias_i;  // strides of the bias, in elements; a row's elements are neighbours
     long long slope_b;
-    int bias_is_fp32, diagonal;        // ALiBi's bias is 0 where key = query + diagonal
+    int bias_is_fp32, diagonal;  // ALiBi's bias is 0 where key = query + diagonal
 #endif
 #if SINK
     const float* sinks;  // [heads]
 #endif
 #if LENGTHS
     const int *q_lengths, *kv_lengths;  // [batches]; null: all of sq, all of skv
-    int ends_align;                     // whether the diagonal ends at an entry's last query and key, not starts at (0, 0)
+    int ends_align;  // whether the diagonal ends at an entry's last query and key, not starts at (0, 0)
 #endif
 #if PACKED
-    int q_rows, kv_rows;               // of the tensors
-    const int *q_starts, *kv_starts;   // [batches]: an entry's first rows; sq and skv are the longest entries'
+    int q_rows, kv_rows;              // of the tensors
+    const int *q_starts, *kv_starts;  // [batches]: an entry's first rows; sq and skv are the longest entries'
 #endif
 };
 
@@ -122,13 +122,21 @@ __device__ __forceinline__ int q_written(const Arguments&, const Limits& limits)
 __device__ __forceinline__ int kv_written(const Arguments&, const Limits& limits) { return limits.skv; }
 #else
 template <class Of>
-__device__ __forceinline__ int q_start(const Of&) { return 0; }
+__device__ __forceinline__ int q_start(const Of&) {
+    return 0;
+}
 template <class Of>
-__device__ __forceinline__ int kv_start(const Of&) { return 0; }
+__device__ __forceinline__ int kv_start(const Of&) {
+    return 0;
+}
 template <class Of>
-__device__ __forceinline__ int q_written(const Arguments& a, const Of&) { return a.sq; }
+__device__ __forceinline__ int q_written(const Arguments& a, const Of&) {
+    return a.sq;
+}
 template <class Of>
-__device__ __forceinline__ int kv_written(const Arguments& a, const Of&) { return a.skv; }
+__device__ __forceinline__ int kv_written(const Arguments& a, const Of&) {
+    return a.skv;
+}
 #endif
 
 // What a weight's exponent has of a score, which `add_bias` of attention_bias.cuh has multiplied where there is a bias.
@@ -210,9 +218,7 @@ __device__ __forceinline__ void store_rows(const float (&acc)[kCount], float low
 __device__ __forceinline__ int key_from(const Limits& a, int query) { return query + a.lower; }
 
 // ... up to this one, not included.
-__device__ __forceinline__ int key_limit(const Limits& a, int query) {
-    return min(a.skv, query + a.upper + 1);
-}
+__device__ __forceinline__ int key_limit(const Limits& a, int query) { return min(a.skv, query + a.upper + 1); }
 
 // Whether a query does not see a key, or there is no such key. One comparison for both limits: below `lower` wraps.
 __device__ __forceinline__ bool unseen(const Limits& a, int query, int key) {

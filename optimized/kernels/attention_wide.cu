@@ -129,7 +129,8 @@ __device__ __forceinline__ void produce_keys(Shared& shared, const CUtensorMap* 
                 load_for_both(to, map, full, chunks, kPart / chunks, x, row, key_head, tile.batch, block);
             } else {
                 for (int c = 0; c < chunks; c++)
-                    load_chunk(shared_address(to) + c * (kPart / chunks), map, full, x + 64 * c, row, key_head, tile.batch);
+                    load_chunk(shared_address(to) + c * (kPart / chunks), map, full, x + 64 * c, row, key_head,
+                               tile.batch);
             }
             part.advance();
         };
