@@ -6,6 +6,7 @@ installed. `nox` is in the extra `dev`. What stands after `--` goes to the progr
 
 import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import nox
@@ -22,6 +23,11 @@ INTEGRATIONS = (
     *("from_meta", "identity", "recompute_by_pytorch", "user_benches"),
 )
 CLANG_FORMAT = "clang-format==23.1.5"  # each version formats a little differently
+
+
+def _paths(names: Iterable[str]) -> list[str]:
+    """The files of tests by these names, whatever room they are in."""
+    return [str(path) for name in names for path in Path("tests").rglob(f"test_{name}.py")]
 
 
 def _install(session: nox.Session, *wanted: str) -> None:
@@ -78,7 +84,7 @@ def simulated(session: nox.Session) -> None:
 def integrations(session: nox.Session) -> None:
     """transformers, accelerate, peft and lightning as they are, and the lesson that needs them."""
     _install(session, "-e", ".[dev,integrations,notebooks]")
-    files = [*(f"tests/test_{name}.py" for name in INTEGRATIONS), "notebooks/11_other_peoples_models.ipynb"]
+    files = [*_paths(INTEGRATIONS), "notebooks/11_other_peoples_models.ipynb"]
     which = ("-p", "nbmake", "--nbmake", "-m", "integration and not slow")
     session.run("pytest", *TWO_AT_A_TIME, *which, *files, *session.posargs, env=ONE_THREAD)
 
@@ -96,14 +102,14 @@ def site(session: nox.Session) -> None:
     """The site, in site/; a broken link fails. `mkdocs serve` shows it while you write."""
     _install(session, "-e", ".[dev,site]")
     session.run("mkdocs", "build", "--strict")
-    session.run("pytest", "--quiet", "tests/test_site.py", "--site", "site", *session.posargs)
+    session.run("pytest", "--quiet", "tests/pages/test_site.py", "--site", "site", *session.posargs)
 
 
 @nox.session
 def fuzz(session: nox.Session) -> None:
     """Random schedules, checkpoints, files and commands, ten minutes each; `-- --fuzz-seed N` repeats one."""
     _install(session, "-e", ".[dev]")
-    files = [f"tests/test_fuzz_{name}.py" for name in ("layers", "storage", "commands")]
+    files = _paths(f"fuzz_{name}" for name in ("layers", "storage", "commands"))
     session.run("pytest", "-m", "slow", *files, *(session.posargs or ["--fuzz-seconds", "600"]), env=ONE_THREAD)
 
 
@@ -111,14 +117,14 @@ def fuzz(session: nox.Session) -> None:
 def mutation(session: nox.Session) -> None:
     """Changes of the source that the tests must notice: hours."""
     _install(session, "-e", ".[dev,mutation]")
-    session.run("python", "tests/mutation.py", *(session.posargs or ["--count", "300", "--seed", "1"]), env=HERE)
+    session.run("python", "tests/tools/mutation.py", *(session.posargs or ["--count", "300", "--seed", "1"]), env=HERE)
 
 
 @nox.session
 def gpu(session: nox.Session) -> None:
     """The GPU suite on a Hopper GPU, and its summary in docs/results."""
     _install(session, "-e", ".[gpu,dev]")
-    session.run("python", "tests/gpu_suite.py", *session.posargs, env=HERE)
+    session.run("python", "tests/tools/gpu_suite.py", *session.posargs, env=HERE)
 
 
 @nox.session

@@ -41,7 +41,7 @@ from optimized import *  # noqa: E402, F403
 from optimized import __all__ as __all__  # noqa: E402
 from optimized import __version__ as __version__  # noqa: E402
 from optimized import ops, optimizers, recipe  # noqa: E402
-from reference import not_offered  # noqa: E402
+from reference.support import not_offered  # noqa: E402
 
 _MODULES = {"ops": ops, "optimizers": optimizers, "recipe": recipe}
 sys.modules.update({f"{_PREFIX}{name}": module for name, module in _MODULES.items()})

@@ -13,7 +13,7 @@ import torch
 import reference as te
 from optimized.training.model import GPT
 from optimized.training.settings import Settings
-from reference import files
+from reference.support import files
 
 CONFIG = Settings(sequence=64, hidden=96, heads=2, layers=2)
 

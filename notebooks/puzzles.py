@@ -19,8 +19,9 @@ from optimized.compare import FLOAT8, INTEGERS
 from optimized.recordings import arrays, case, cases, linear, outputs, products
 from optimized.recordings.case import numbers
 from optimized.recordings.reader import DATA
-from reference import elementary, formats, philox
-from reference.ops import attention
+from reference import formats, philox
+from reference.numbers import elementary
+from reference.ops.attentions import attention
 
 Answer = Callable[..., Any]
 Checks = Iterator[tuple[str, Any, torch.Tensor]]

@@ -6,7 +6,8 @@ import numpy as np
 import puzzles
 import torch
 
-from reference import elementary, formats, philox, tensor_core
+from reference import formats, philox, tensor_core
+from reference.numbers import elementary
 
 
 def decode(code):

@@ -17,8 +17,8 @@ import torch
 
 import optimized.ops
 import reference
-from optimized import ahead as _ahead
-from optimized import device as _device
+from optimized.cuda import ahead as _ahead
+from optimized.cuda import device as _device
 from optimized.replay import Player as _Player
 from reference import (  # noqa: F401
     CudaRNGStatesTracker,
@@ -38,7 +38,6 @@ from reference import (  # noqa: F401
     collect_stats,
     cross_entropy,
     detect_anomaly,
-    formats,
     fp8,
     fp8_autocast,
     fp8_model_init,
@@ -55,23 +54,22 @@ from reference import (  # noqa: F401
     load_fp8_state,
     make_graphed_callables,
     mark_not_offload,
-    not_offered,
     optimizers,
     parallel_cross_entropy,
-    philox,
     quantization,
     quantized_model_init,
     random,
     recipe,
     record,
-    tensor_core,
     transformer_engine_state_dict,
 )
 from reference import conversion as _conversion
-from reference import stand_in as _stand_in
-from reference.nn import autograd as _autograd
 from reference.nn import operations as _operations
-from reference.nn.parameters import DeviceDefault
+from reference.nn.core import autograd as _autograd
+from reference.nn.core.parameters import DeviceDefault
+from reference.numbers import formats, philox, tensor_core  # noqa: F401
+from reference.support import not_offered
+from reference.te import stand_in as _stand_in
 from reference.version import __version__ as __version__
 
 __all__: list[str] = []

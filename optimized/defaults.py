@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
-from optimized.ahead import Configuration
-from optimized.ops import MODULES, gemm, gemm_fp8, gemm_fused
-from optimized.ops.gemm_tile import FP8_TILES, K_BLOCK_BYTES, TILES
+from optimized.cuda.ahead import Configuration
+from optimized.ops import MODULES
+from optimized.ops.gemms import gemm, gemm_fp8, gemm_fused
+from optimized.ops.gemms.gemm_tile import FP8_TILES, K_BLOCK_BYTES, TILES
 
 WIDE = (torch.bfloat16, torch.float16)
 _E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

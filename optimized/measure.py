@@ -4,7 +4,7 @@
 current stream. The time of a call depends on what L2 (60 MB on an H200) holds: let each variant walk over inputs that
 together exceed L2, or pass `flush`. `provenance` and `write_result` make a result file that says on what, with what and
 when it was measured, with a hash of the kernels' code; `outdated` compares the hashes with the code of today, and takes
-source of the same machine code (tests/same_code.py) for the same.
+source of the same machine code (tests/tools/same_code.py) for the same.
 """
 
 import datetime
@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from optimized import compiler
-from reference import files
+from optimized.cuda import compiler
+from reference.support import files
 
 _PACKAGE = Path(str(resources.files(__package__)))
 ROOT = _PACKAGE.parent
@@ -252,7 +252,7 @@ def _changed(kernel: str, recorded: str, links: Sequence[Mapping[str, Any]]) -> 
     reached, waiting = set(), [(kernel, recorded)]
     while waiting:
         name, source = waiting.pop()
-        if (compiler.KERNELS / f"{name}.cu").is_file() and compiler.source_hash(name) == source:
+        if name in compiler.names() and compiler.source_hash(name) == source:
             return False
         reached.add((name, source))
         following = ((link["now"], link["to"]) for link in links if (link["kernel"], link["from"]) == (name, source))
@@ -261,8 +261,8 @@ def _changed(kernel: str, recorded: str, links: Sequence[Mapping[str, Any]]) -> 
 
 
 def same_code() -> list[dict[str, Any]]:
-    """What tests/same_code.py has shown: source `from` of a kernel file and source `to` of the file `now` have the same
-    machine code in every configuration. Empty if nothing is noted.
+    """What tests/tools/same_code.py has shown: source `from` of a kernel file and source `to` of the file `now` have
+    the same machine code in every configuration. Empty if nothing is noted.
 
     Raises:
         files.Damaged: the file is not JSON.

@@ -11,33 +11,36 @@ y.backward(dy)
 import sys
 
 import reference.ops
-from reference import formats, not_offered, optimizers, philox, quantization, random, recipe, stand_in, tensor_core
-from reference.anomaly import detect_anomaly
-from reference.autocast import autocast, fp8_autocast
+from reference import optimizers, quantization, random, recipe
 from reference.conversion import convert
-from reference.denormals import check_denormals
-from reference.fp8_checkpoint import init_fp8_state, load_fp8_state, transformer_engine_state_dict
-from reference.graph import make_graphed_callables
-from reference.model_init import fp8_model_init, quantized_model_init
-from reference.nn import float8_part as _float8_part  # noqa: F401 (it gives Float8Tensor its parts)
+from reference.float8 import float8_part as _float8_part  # noqa: F401 (it gives Float8Tensor its parts)
+from reference.float8.float8_quantizer import DType, Float8CurrentScalingQuantizer, Float8Quantizer, Quantizer
+from reference.float8.float8_tensor import Float8Tensor
+from reference.float8.quantized_tensor import QuantizedTensor
+from reference.graphs.graph import make_graphed_callables
+from reference.inspect.anomaly import detect_anomaly
+from reference.inspect.precision import PrecisionPlan, auto_precision
+from reference.inspect.recorded_step.recorder import record
+from reference.inspect.statistics import collect_stats
+from reference.memory.offload import get_cpu_offload_context, mark_not_offload
+from reference.memory.recompute import checkpoint
+from reference.memory.rng_tracker import CudaRNGStatesTracker
 from reference.nn import operations as _operations
-from reference.nn.attention import DotProductAttention
-from reference.nn.cross_entropy import cross_entropy, parallel_cross_entropy
-from reference.nn.embedding import Embedding
-from reference.nn.float8_quantizer import DType, Float8CurrentScalingQuantizer, Float8Quantizer, Quantizer
-from reference.nn.float8_tensor import Float8Tensor
-from reference.nn.fused_linear_cross_entropy import fused_linear_cross_entropy
-from reference.nn.inference import InferenceParams
-from reference.nn.layernorm import LayerNorm, RMSNorm
-from reference.nn.layernorm_linear import LayerNormLinear
-from reference.nn.layernorm_mlp import LayerNormMLP
-from reference.nn.linear import Linear
-from reference.nn.multihead_attention import MultiheadAttention
-from reference.nn.quantized_tensor import QuantizedTensor
-from reference.nn.rotary_embedding import RotaryPositionEmbedding, apply_rotary_pos_emb
-from reference.nn.transformer_layer import TransformerLayer
-from reference.offload import get_cpu_offload_context, mark_not_offload
-from reference.precision import PrecisionPlan, auto_precision
+from reference.nn.attentions.dot_product_attention import DotProductAttention
+from reference.nn.attentions.inference import InferenceParams
+from reference.nn.attentions.multihead_attention import MultiheadAttention
+from reference.nn.attentions.rotary_embedding import RotaryPositionEmbedding, apply_rotary_pos_emb
+from reference.nn.core.fp8_checkpoint import init_fp8_state, load_fp8_state, transformer_engine_state_dict
+from reference.nn.layers.cross_entropy import cross_entropy, parallel_cross_entropy
+from reference.nn.layers.embedding import Embedding
+from reference.nn.layers.fused_linear_cross_entropy import fused_linear_cross_entropy
+from reference.nn.layers.layernorm import LayerNorm, RMSNorm
+from reference.nn.layers.layernorm_linear import LayerNormLinear
+from reference.nn.layers.layernorm_mlp import LayerNormMLP
+from reference.nn.layers.linear import Linear
+from reference.nn.transformer.transformer_layer import TransformerLayer
+from reference.numbers import formats, philox, tensor_core
+from reference.numbers.denormals import check_denormals
 from reference.quantization import (
     get_cudnn_version,
     get_default_recipe,
@@ -49,10 +52,10 @@ from reference.quantization import (
     is_nvfp4_available,
 )
 from reference.recipe import DelayedScaling, Format
-from reference.recompute import checkpoint
-from reference.recorded_step.recorder import record
-from reference.rng_tracker import CudaRNGStatesTracker
-from reference.statistics import collect_stats
+from reference.state.autocast import autocast, fp8_autocast
+from reference.state.model_init import fp8_model_init, quantized_model_init
+from reference.support import not_offered
+from reference.te import stand_in
 from reference.version import __version__ as __version__
 
 check_denormals()
@@ -64,7 +67,7 @@ sys.modules[f"{__name__}.fp8"] = fp8
 
 
 def install_as_transformer_engine() -> None:
-    """Let `import transformer_engine.pytorch` mean this package from now on (`reference.stand_in`).
+    """Let `import transformer_engine.pytorch` mean this package from now on (`reference.te.stand_in`).
 
     Raises:
         RuntimeError: the real Transformer Engine is installed, or `optimized` stands in for it already.

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from reference import transforms
-from reference.formats import WIDE_DTYPES
-from reference.ops.activation import KINDS as ACTIVATIONS
-from reference.ops.activation import Clamp
-from reference.ops.attention import MAX_HEAD_DIM
-from reference.ops.norm import MAX_HIDDEN
+from reference.numbers.formats import WIDE_DTYPES
+from reference.ops.activations.activation import KINDS as ACTIVATIONS
+from reference.ops.activations.activation import Clamp
+from reference.ops.attentions.attention import MAX_HEAD_DIM
+from reference.ops.norms.norm import MAX_HIDDEN
+from reference.support import transforms
 
 # Transformer Engine's names → the op's mask type, and whether an explicit mask is read.
 MASK_TYPES = {

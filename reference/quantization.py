@@ -3,7 +3,7 @@
     te.is_fp8_available(return_reason=True)            (True, "")
     te.quantization.FP8GlobalStateManager.is_fp8_enabled()
 
-Twin Engine has no global FP8 state: autocast's settings belong to a thread (`reference.threads`), scales to a
+Twin Engine has no global FP8 state: autocast's settings belong to a thread (`reference.state.threads`), scales to a
 module. So `FP8GlobalStateManager` answers questions, and every other part of it raises an error that names it.
 """
 
@@ -11,13 +11,15 @@ from typing import Any, NoReturn
 
 import torch
 
-from reference import model_init, not_offered, recipe
+from reference import recipe
 from reference.arguments import check_arguments
-from reference.autocast import autocast, current, fp8_autocast
-from reference.model_init import fp8_model_init, quantized_model_init
-from reference.nn.float8_quantizer import KINDS, DType
+from reference.float8.float8_quantizer import KINDS, DType
 from reference.recipe import DelayedScaling, Float8CurrentScaling, Format, Recipe
-from reference.threads import here
+from reference.state import model_init
+from reference.state.autocast import autocast, current, fp8_autocast
+from reference.state.model_init import fp8_model_init, quantized_model_init
+from reference.state.threads import here
+from reference.support import not_offered
 
 __all__ = [
     "DelayedScaling",

@@ -1,15 +1,16 @@
 """The random numbers of dropout: which of torch's seeds and states decide about a mask, and CUDA graphs.
 
 In each forward a layer with dropout draws a seed from torch's default CPU generator, on every device (attention one, a
-TransformerLayer one more for its hidden states), and makes its masks from it by Philox (`reference.ops.dropout`). So
-`torch.manual_seed` or `torch.set_rng_state` decides about the masks on a CPU and on a GPU, in eager mode, under
-`torch.compile`, from `make_graphed_callables`, and in a checkpoint's recomputation. `torch.cuda.manual_seed` alone has
-no effect.
+TransformerLayer one more for its hidden states), and makes its masks from it by Philox
+(`reference.ops.random.dropout`). So `torch.manual_seed` or `torch.set_rng_state` decides about the masks on a CPU and
+on a GPU, in eager mode, under `torch.compile`, from `make_graphed_callables`, and in a checkpoint's recomputation.
+`torch.cuda.manual_seed` alone has no effect.
 
 The same holds in a CUDA graph that you capture yourself by PyTorch: a capture draws nothing, and each replay draws what
-the captured step would draw in eager mode (`reference.capture`). A graph that is captured or replayed by other means
-draws nothing; each replay advances the offset of the captured state, which gives a new mask. Three functions reach the
-states of modules, and one context makes eager mode, or what is captured inside, go on from them without a draw:
+the captured step would draw in eager mode (`reference.state.graph_seeds`). A graph that is captured or replayed by
+other means draws nothing; each replay advances the offset of the captured state, which gives a new mask. Three
+functions reach the states of modules, and one context makes eager mode, or what is captured inside, go on from them
+without a draw:
 
     te.random.seed(7, model)              torch.manual_seed(7), and every state in `model` follows from 7
     saved = te.random.get_state(model)    plain tensors, for a checkpoint: torch's generators and every state in `model`
@@ -22,9 +23,10 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from reference import capture, philox
-from reference.nn.dropout import Generator
-from reference.threads import here
+from reference.nn.core.dropout import Generator
+from reference.numbers import philox
+from reference.state import graph_seeds
+from reference.state.threads import here
 
 __all__ = ["fork", "get_state", "seed", "set_state", "undrawn"]
 
@@ -48,7 +50,7 @@ def seed(seed: int, module: torch.nn.Module | None = None) -> None:
     if isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**64:
         raise ValueError(f"te.random.seed: seed={seed!r}; an int from -2^63 to 2^64 - 1 is accepted.")
     generators = _generators(module)
-    capture.refuse("te.random.seed")
+    graph_seeds.refuse("te.random.seed")
     torch.manual_seed(seed)
     for i, generator in enumerate(generators.values()):
         low, high, *_ = (int(word[0]) for word in philox.element_words(seed % 2**64, i, 1))
@@ -62,7 +64,7 @@ def get_state(module: torch.nn.Module | None = None) -> dict[str, torch.Tensor]:
         `"torch"` and `"torch.cuda.<i>"`, the states of torch's generators (uint8), and under its name in `module` each
             layer's `[seed, offset]` (int64 `[2]`).
     """
-    capture.refuse("te.random.get_state")
+    graph_seeds.refuse("te.random.get_state")
     found = {"torch": torch.get_rng_state()}
     if torch.cuda.is_initialized():
         found |= {f"torch.cuda.{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())}
@@ -94,7 +96,7 @@ def set_state(state: Mapping[str, torch.Tensor], module: torch.nn.Module | None 
             fits = fits and value.dtype == torch.uint8 and value.dim() == 1
         if not fits:
             raise ValueError(f"te.random.set_state: state[{name!r}]={value!r}; the result of get_state is accepted.")
-    capture.refuse("te.random.set_state")
+    graph_seeds.refuse("te.random.set_state")
     torch.set_rng_state(state["torch"])
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for name, value in state.items():
@@ -107,7 +109,7 @@ def set_state(state: Mapping[str, torch.Tensor], module: torch.nn.Module | None 
 @contextlib.contextmanager
 def fork(module: torch.nn.Module | None = None) -> Iterator[None]:
     """Run what is inside and then restore every random state; captured in a CUDA graph, at each replay."""
-    draws, states = capture.present(), [generator.state for generator in _generators(module).values()]
+    draws, states = graph_seeds.present(), [generator.state for generator in _generators(module).values()]
     if draws is not None:
         before = [state.clone() for state in states]
         with draws.forked(fork):
@@ -115,7 +117,7 @@ def fork(module: torch.nn.Module | None = None) -> Iterator[None]:
         for state, value in zip(states, before, strict=True):
             state.copy_(value)
         return
-    capture.refuse("te.random.fork")
+    graph_seeds.refuse("te.random.fork")
     saved = get_state(module)
     try:
         yield

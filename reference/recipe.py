@@ -3,11 +3,11 @@
 Names, defaults and meaning are Transformer Engine's (`transformer_engine.common.recipe`).
 """
 
-from reference import not_offered
 from reference.recipes.base import Format, Recipe
 from reference.recipes.by_layer import AUTOCAST, by_layer
 from reference.recipes.current_scaling import Float8CurrentScaling
 from reference.recipes.delayed_scaling import DelayedScaling
+from reference.support import not_offered
 
 __all__ = ["AUTOCAST", "DelayedScaling", "Float8CurrentScaling", "Format", "Recipe", "by_layer"]
 

@@ -2,25 +2,27 @@
 
 import contextlib
 import gc
-import hashlib
 import itertools
 import os
 import random
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
-import cores  # noqa: F401  (before torch)
 import hypothesis
 import pytest
 import torch
-from driver_stub import cuda  # noqa: F401  (a fixture)
+from shared import cores  # noqa: F401  (before torch)
+from shared.bits import assert_same_bits, changed_sources, torch_threads
+from shared.driver_stub import cuda  # noqa: F401  (a fixture)
 from simulator import Simulator
 
-from optimized import device, measure
-from reference import files, scaling
-from reference.nn import autograd
+from optimized import measure
+from optimized.cuda import device
+from reference.nn.core import autograd
+from reference.state import scaling
+from reference.support import files
 
 # CI judges a change, so it draws the same examples each time; everybody else draws fresh ones.
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None)
@@ -46,7 +48,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--site",
         type=lambda path: Path(path).resolve(),
-        help="tests/test_site.py reads this folder, which `mkdocs build` has written",
+        help="tests/pages/test_site.py reads this folder, which `mkdocs build` has written",
     )
     parser.addoption("--fuzz-seconds", type=float, default=30.0, help="how long each fuzzer (a slow test) goes on")
     parser.addoption("--fuzz-seed", type=int, help="run a fuzzer for this seed alone: the one that a failure printed")
@@ -150,22 +152,6 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
         report.longrepr = f"skipped under --require-gpu: {report.longrepr}"
 
 
-def sources() -> dict[str, str]:
-    """A hash of every source file that a test depends on, by path."""
-    found = (path for folder in ("reference", "optimized", "tests") for path in (measure.ROOT / folder).rglob("*.*"))
-    return {
-        str(path.relative_to(measure.ROOT)): hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-        for path in sorted(found)
-        if path.suffix in (".py", ".cu", ".cuh", ".npz")
-    }
-
-
-def changed_sources(then: Mapping[str, str]) -> list[str]:
-    """The files that are not what they were when `sources` gave `then`."""
-    now = sources()
-    return sorted(path for path in now.keys() | then.keys() if now.get(path) != then.get(path))
-
-
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """When the GPU suite last ran, and what has changed since: CI has no GPU."""
     recorded = measure.RESULTS / "gpu_suite.json"
@@ -185,46 +171,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     )
 
 
-WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def differing_words(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Where two tensors differ in any bit; in 16 and 32 bits NaN equals NaN. Shapes and dtypes must agree."""
-    assert a.dtype == b.dtype, f"dtypes {a.dtype} and {b.dtype}"
-    assert a.shape == b.shape, f"shapes {list(a.shape)} and {list(b.shape)}"
-    a, b = a.detach().cpu().contiguous(), b.detach().cpu().contiguous()
-    differ = a.view(WORDS[a.element_size()]) != b.view(WORDS[b.element_size()])
-    if a.element_size() > 1 and a.is_floating_point():
-        differ &= ~(a.isnan() & b.isnan())
-    return differ
-
-
-def assert_same_bits(a: torch.Tensor, b: torch.Tensor, what: str = "tensors") -> None:
-    """Fail with the number of differing words, the first coordinate and both values."""
-    differ = differing_words(a, b)
-    if bool(differ.any()):
-        where = tuple(int(i) for i in differ.nonzero()[0])
-        raise AssertionError(
-            f"{what}: {int(differ.sum())} of {differ.numel()} words differ, first at {where}: "
-            f"{a[where].float().item()!r} and {b[where].float().item()!r}"
-        )
-
-
 @pytest.fixture(scope="session")
 def same_bits():  # type: ignore[no-untyped-def]
     """`assert_same_bits(a, b, what)`."""
     return assert_same_bits
-
-
-@contextlib.contextmanager
-def torch_threads(count: int) -> Iterator[None]:
-    """torch computes on so many threads inside."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ One tensor has one colour in every drawing, from the palette of Okabe and Ito, w
 whatever is no tensor. The background is transparent. Text outside of boxes has a middle grey that is legible on white
 and on black; text in boxes is nearly black on a fill of its own.
 
-`tests/test_docs.py` compares the files with what this script draws.
+`tests/pages/test_docs.py` compares the files with what this script draws.
 """
 
 from pathlib import Path

@@ -143,7 +143,7 @@ def simulator() -> Drawing:
     """From a kernel's source to fibers, and what the simulated hardware does in its own time."""
     d = Drawing(820, 310, "The simulator: a kernel's source compiled for the CPU, and who runs it")
     d.text(20, 22, "The same source, two compilers", bold=True)
-    d.box(20, 60, 150, 52, "kernels/attention.cu\nand its headers")
+    d.box(20, 60, 150, 52, "kernels/attentions/attention.cu\nand its headers")
     d.box(20, 150, 150, 44, "kernels/ptx:\none file an instruction")
     d.box(20, 230, 150, 44, "simulator/ptx:\nthe same files in C++")
     d.box(230, 60, 130, 44, "NVRTC:\na cubin, for Hopper")

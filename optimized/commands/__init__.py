@@ -13,7 +13,7 @@ from typing import NoReturn
 from rich.console import Console
 
 from optimized.commands.errors import CommandError, check_folder
-from reference import files
+from reference.support import files
 from reference.version import __version__
 
 __all__ = ["CommandError", "check_folder", "main", "parser", "positive"]

@@ -17,15 +17,15 @@ from rich.table import Table
 from optimized import measure
 from optimized.bench.table import WORDS
 from optimized.commands import CommandError, check_folder, outputs, tables
-from optimized.device import hopper
+from optimized.cuda.device import hopper
 
 SUMMARY = "speed against NVIDIA's libraries and PyTorch; without a Hopper GPU, the recorded results"
 BENCHMARKS = {module.NAME: module for module in tables.BENCHMARKS}
 # These are measured by programs of their own; here their results are only shown.
 APART = {
     "parity": "twin parity --replay --write",
-    "gpu_suite": "PYTHONPATH=. python tests/gpu_suite.py",
-    "mutation": "PYTHONPATH=. python tests/mutation.py --count 300 --seed 1",
+    "gpu_suite": "PYTHONPATH=. python tests/tools/gpu_suite.py",
+    "mutation": "PYTHONPATH=. python tests/tools/mutation.py --count 300 --seed 1",
     "transformer_engine": "PYTHONPATH=. python tests/golden/record_transformer_engine.py --compare",
 }
 WHAT = {

@@ -14,10 +14,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from optimized import ahead, compiler, defaults, measure, packaged
+from optimized import defaults, measure
 from optimized.commands import CommandError, check_folder, positive
-from optimized.device import MissingDependency
-from reference import files
+from optimized.cuda import ahead, compiler, packaged
+from optimized.cuda.device import MissingDependency
+from reference.support import files
 
 SUMMARY = "compile every kernel that the layers launch at their defaults, ahead of time"
 INTERRUPTED = 130

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from optimized import compiler, device, packaged
+from optimized.cuda import compiler, device, packaged
 from optimized.recordings import reader
 
 SUMMARY = "what this machine has, and what is missing for the fast path"

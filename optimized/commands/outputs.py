@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from optimized.commands.errors import CommandError, check_folder
-from reference import files
+from reference.support import files
 
 _FIRST = 1 << 14  # bytes of a file in which its mark stands
 
@@ -95,7 +95,7 @@ def write(option: str, path: Path, kind: Kind, content: bytes | str) -> None:
 
     Raises:
         CommandError: as `check`.
-        reference.files.NotWritten: the disk is full, ...
+        reference.support.files.NotWritten: the disk is full, ...
     """
     check(option, path, kind)
     files.write(path, content)

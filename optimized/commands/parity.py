@@ -22,7 +22,7 @@ from optimized import measure
 from optimized.commands import CommandError, check_folder
 from optimized.commands import outputs as overwriting
 from optimized.compare import Tally
-from optimized.device import hopper
+from optimized.cuda.device import hopper
 from optimized.recordings import cases, linear, outputs, reader, tensor_core, transformer_engine
 from optimized.recordings.case import Case
 from optimized.recordings.outputs import RECORDING, Recording

@@ -15,9 +15,9 @@ from rich.progress import Progress
 
 from optimized.commands import CommandError, outputs
 from optimized.commands.replay_page import page
-from reference.recorded_step import file
-from reference.recorded_step.replay import Refused, Result, in_words, replay
-from reference.recorded_step.statistics import Statistics
+from reference.inspect.recorded_step import file
+from reference.inspect.recorded_step.replay import Refused, Result, in_words, replay
+from reference.inspect.recorded_step.statistics import Statistics
 
 SUMMARY = "run a recorded training step again on a CPU: the first number that differs"
 

@@ -7,10 +7,10 @@ from matplotlib.figure import Figure
 
 from optimized.commands.report import Report, escape
 from optimized.commands.steps.style import COLOURS, figure, styled
-from reference import formats
-from reference.recorded_step.file import Recording
-from reference.recorded_step.replay import Result, in_words, op_in_words
-from reference.recorded_step.statistics import Row, Statistics
+from reference.inspect.recorded_step.file import Recording
+from reference.inspect.recorded_step.replay import Result, in_words, op_in_words
+from reference.inspect.recorded_step.statistics import Row, Statistics
+from reference.numbers import formats
 
 _KINDS = {"float8_e4m3fn": "E4M3", "float8_e5m2": "E5M2", "bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 _LARGEST = {"float8_e4m3fn": formats.E4M3.largest, "float8_e5m2": formats.E5M2.largest}

@@ -1,18 +1,22 @@
 """The tables of measured results, built from docs/results/*.json alone.
 
 `python -m optimized.commands.tables` puts them between two marks: two tables into README.md, all of them into
-docs/results.md. tests/test_readme.py fails if a page and the results disagree. A benchmark's module builds its tables.
+docs/results.md. tests/pages/test_readme.py fails if a page and the results disagree. A benchmark's module builds its
+tables.
 """
 
 import importlib
+import pkgutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from optimized import bench, measure
-from optimized.bench import Payload, gemm, layer_tables
+from optimized.bench import Payload
+from optimized.bench.kernels import gemm
+from optimized.bench.layers import layer_tables
 from optimized.bench.table import Table, origin, table
-from reference import files
+from reference.support import files
 
 _GEMMS = ("gemm", "gemm_epilogue", "gemm_shapes", "gemm_equality", "ladder")
 _MODULES = (
@@ -36,7 +40,9 @@ _MODULES = (
     "decode",
     "first_step",
 )
-BENCHMARKS: tuple[Any, ...] = tuple(importlib.import_module(f"{bench.__name__}.{name}") for name in _MODULES)
+_FOUND = [one.name for one in pkgutil.walk_packages(bench.__path__, f"{bench.__name__}.")]
+_PLACES = {name.rpartition(".")[2]: name for name in _FOUND}
+BENCHMARKS: tuple[Any, ...] = tuple(importlib.import_module(_PLACES[name]) for name in _MODULES)
 
 
 def gpu_suite(payload: Payload) -> list[Table]:

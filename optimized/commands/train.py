@@ -22,14 +22,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import reference as te
-from optimized import device
 from optimized.commands import CommandError, outputs, positive
+from optimized.cuda import device
 from optimized.training import checkpoint, corpus
 from optimized.training.diagnosis import first_unfinite, unfinite
 from optimized.training.metrics import Metrics
 from optimized.training.settings import RECIPES, SIZES, Settings
 from optimized.training.trainer import Trainer
-from reference import files
+from reference.support import files
 
 SUMMARY = "train a GPT in FP8 or bf16, with the same bits on a CPU and on a GPU"
 PROMPT = "def "

@@ -24,7 +24,7 @@ from optimized.commands.report import Report
 from optimized.commands.steps import Outcome, linear, number_line, recorded, speed, training, tutorial
 from optimized.commands.steps import Progress as StepProgress
 from optimized.commands.steps.style import styled
-from optimized.device import hopper
+from optimized.cuda.device import hopper
 from optimized.training import corpus
 from optimized.training.settings import Settings
 

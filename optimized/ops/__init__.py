@@ -1,4 +1,5 @@
-"""The CUDA implementations of the ops of namespace `twin`: host glue, one file per op, named as in `reference.ops`.
+"""The CUDA implementations of the ops of namespace `twin`: host glue, one file per op, in the families and by the
+names of `reference.ops`.
 
 Importing registers them, whose files are found (docs/new_op.md); nothing is compiled, loaded or looked for before the
 first call with a CUDA tensor.
@@ -9,9 +10,9 @@ import importlib
 import pkgutil
 
 import reference.ops  # noqa: F401  (declares the ops)
-from reference import not_offered
+from reference.support import not_offered
 
-_FOUND = [importlib.import_module(f"{__name__}.{one.name}") for one in pkgutil.iter_modules(__path__)]
+_FOUND = [importlib.import_module(one.name) for one in pkgutil.walk_packages(__path__, f"{__name__}.")]
 MODULES = tuple(module for module in _FOUND if hasattr(module, "CONFIGURATIONS"))
 
 __all__ = ["MODULES"]

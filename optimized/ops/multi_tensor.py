@@ -1,4 +1,4 @@
-"""Launches over many tensors: their addresses lie in the kernel's argument (kernels/multi_tensor.cuh).
+"""Launches over many tensors: their addresses lie in the kernel's argument (kernels/common/multi_tensor.cuh).
 
 A row of the table has an `x` or other addresses, `count` elements, `first_block`, and whether all addresses are
 `aligned` to 16 bytes. A list that is longer than the largest table takes more launches.
@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from optimized import launch
+from optimized.cuda import launch
 
 THREADS = 256
 ELEMENTS_PER_BLOCK = THREADS * 8

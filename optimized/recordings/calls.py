@@ -3,9 +3,9 @@
     def calls(c: Inputs) -> Iterator[Call]:            in cases/<op>.py
         yield Call(twin.dbias, (c.x(65, 300),))
 
-The same calls run on a CPU (tests/test_ops.py), on a GPU or in the simulator beside the CPU (`twin parity`,
-tests/test_ops_parity.py), under compute-sanitizer (tests/sanitizer.py), and on a GPU that only takes notes
-(tests/test_launches.py). So a new op has one list of them.
+The same calls run on a CPU (tests/ops/test_ops.py), on a GPU or in the simulator beside the CPU (`twin parity`,
+tests/test_ops_parity.py), under compute-sanitizer (tests/tools/sanitizer.py), and on a GPU that only takes notes
+(tests/cuda/test_launches.py). So a new op has one list of them.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from optimized.recordings.case import FP8, HALVES
-from reference import formats
-from reference.recorded_step.ops import tensors_of
+from reference.inspect.recorded_step.ops import tensors_of
+from reference.numbers import formats
 
 (BF16, FP16), FP32 = HALVES, torch.float32
 E4M3, E5M2 = FP8

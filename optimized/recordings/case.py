@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 import reference as te
-from reference import philox
+from reference.numbers import philox
 
 Outputs = dict[str, torch.Tensor]
 HALVES = (torch.bfloat16, torch.float16)

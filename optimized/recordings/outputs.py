@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from optimized import compiler, measure
+from optimized import measure
 from optimized.compare import FLOAT8, INTEGERS, Tally, differing
+from optimized.cuda import compiler
 from optimized.recordings.case import Outputs
 from optimized.recordings.reader import RESTORED
-from reference import files
+from reference.support import files
 
 RECORDING = "parity_h200"
 WHOLE, SHOWN = 96, 32
@@ -81,7 +82,7 @@ def write(folder: Path, outputs: Outputs, gpu: torch.device) -> Path:
         index[key]["digest"] = digest(tensor) if count < tensor.numel() else None
         parts.append(words)
         at += len(words)
-    kernels = sorted(path.stem for path in compiler.KERNELS.glob("*.cu"))
+    kernels = compiler.names()
     about = {
         "what": f"outputs of this project's ops and layers on {gpu}; recorded by `twin parity --record`",
         **measure.provenance(kernels),

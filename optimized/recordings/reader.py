@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from reference import files
+from reference.support import files
 
 DATA = Path(__file__).parent / "data"
 RESTORED = ": install the package anew, or in a clone `git checkout -- optimized/recordings`"

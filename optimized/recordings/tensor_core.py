@@ -10,7 +10,7 @@ import torch
 from optimized.compare import Tally, differing
 from optimized.recordings import tensor_core_cases as inputs
 from optimized.recordings.reader import arrays
-from reference import tensor_core
+from reference.numbers import tensor_core
 
 DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "bf16": torch.bfloat16, "fp16": torch.float16}
 # The cases of wgmma_h200.npz: pairs of FP8 formats, each with three kinds of operands, and the 16-bit formats.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from reference.tensor_core import model
+from reference.numbers.tensor_core import model
 
 KINDS = {
     "e4m3.e4m3": (model.E4M3, model.E4M3, model.FP8_STEP),

@@ -29,8 +29,8 @@ from optimized.recordings.transformer_engine_cases import (
     known,
     updated,
 )
-from reference import files
 from reference.ops.library import twin
+from reference.support import files
 
 RECORDING = "transformer_engine_h200"
 Pairs = dict[str, tuple[torch.Tensor, torch.Tensor]]

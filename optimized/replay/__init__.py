@@ -1,6 +1,6 @@
 """Replay: a layer's kernels are launched again without running its Python.
 
-The launches of a pair of functions (`reference.nn.autograd`) follow from its plan and from the shapes, dtypes and
+The launches of a pair of functions (`reference.nn.core.autograd`) follow from its plan and from the shapes, dtypes and
 addresses of its tensors. So a call that agrees in all of them with an earlier one makes the same launches, and a loop
 over a list of launches can make them: with other addresses in their arguments, if only these differ. Such a loop skips
 the layer's Python, which dominates small layers.
@@ -11,7 +11,7 @@ the layer's Python, which dominates small layers.
     collective.py  a collective of torch.distributed on it
     relative.py  a tape at other addresses
     calls.py     which calls agree: the one cache of tapes
-    player.py    runs the pairs of `reference.nn.autograd`
+    player.py    runs the pairs of `reference.nn.core.autograd`
 
 docs/replay.md explains it as a whole.
 """

@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 
-from optimized import launch
+from optimized.cuda import launch
 from optimized.replay.launches import Launches
 from optimized.replay.memory import ARENA, FIRST, SCRATCH, Place, Results, arrange, place_of, storage_of
 from optimized.replay.relative import Fixed, Relative
 from optimized.replay.watch import Record, Watch
-from reference.nested import Tensors
+from reference.support.nested import Tensors
 
 LARGEST = 448 << 20
 MOST_KINDS, MOST_TAPES = 4096, 256  # kinds (a layer takes up to four for each length), and tapes of one kind
@@ -41,7 +41,7 @@ class Kind:
         usable: whether such a call can be replayed.
         results: how its results are allocated.
         places: where each allocation lies, in their order.
-        form: how the player puts together what was saved (`reference.nested`).
+        form: how the player puts together what was saved (`reference.support.nested`).
         sizes: bytes of the arena and of the scratch.
         saved_places: for each tensor saved for backward None, or its place in the tensors of `saved`.
         needed: the numbers of those tensors among arena, scratch, inputs, state and results.

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from torch.utils._python_dispatch import _disable_current_modes
 
-from optimized import launch
+from optimized.cuda import launch
 from optimized.replay.memory import TensorRef, tensors_of
 
 
@@ -34,8 +34,9 @@ def collective(function: Callable[..., Any], args: list[Any], *, capturable: boo
     Args:
         function: reads and writes tensors of `args` on torch's current stream, as `dist.all_reduce` does, and does what
             depends on no value. What it returns is dropped.
-        args: tensors, lists of them, and what is no tensor, such as the name of a process group (`reference.groups`).
-        capturable: whether it may become part of a CUDA graph, as NCCL's may and gloo's may not.
+        args: tensors, lists of them, and what is no tensor, such as the name of a process group
+        (`reference.support.groups`). capturable: whether it may become part of a CUDA graph, as NCCL's may and gloo's
+        may not.
     """
     if launch.collects():
         return

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from optimized import launch
+from optimized.cuda import launch
 
 _WORTH_A_GRAPH = 3  # launches
 _retired: list[Any] = []  # graphs to destroy once no stream captures, because a capture does not permit it

@@ -1,20 +1,20 @@
-"""Runs pairs of functions (`reference.nn.autograd`), from tapes where it can."""
+"""Runs pairs of functions (`reference.nn.core.autograd`), from tapes where it can."""
 
 import functools
 from typing import Any
 
 import torch
 
-from optimized import ahead
+from optimized.cuda import ahead
 from optimized.replay.calls import Function, Kind, play, specification
-from reference.nested import Tensors, flatten, rebuild
-from reference.nn import autograd
+from reference.nn.core import autograd
+from reference.support.nested import Tensors, flatten, rebuild
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter, type(None)}
 
 
 class Player(autograd.Plain):
-    """What `optimized` registers in `reference.nn.autograd`, in place of `Plain`, which always runs a pair."""
+    """What `optimized` registers in `reference.nn.core.autograd`, in place of `Plain`, which always runs a pair."""
 
     def prepare(self, pair: Any, plan: Any, context: Any, tensors: Tensors, backward: Any) -> None:
         ahead.compile_plain(pair, backward, plan, context, tensors)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from optimized import launch, tensor_map
+from optimized.cuda import launch, tensor_map
 from optimized.replay.launches import Launches
 from optimized.replay.memory import storage_of
 

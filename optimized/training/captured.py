@@ -2,7 +2,7 @@
 
 A graph holds addresses. It reads its bytes from a buffer, its parameters, scales and random states where they always
 are, and it leaves the gradients in its own memory. The seeds of its masks are drawn before each replay
-(`reference.capture`), so the bits are those of a step without a graph.
+(`reference.state.graph_seeds`), so the bits are those of a step without a graph.
 """
 
 from collections.abc import Callable

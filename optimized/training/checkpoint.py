@@ -6,9 +6,9 @@
     fp8/...           scales and amax histories of each layer
     random/...        torch's CPU generator, and each layer's state of dropout
 
-The file is replaced whole (`reference.files`), so a killed process, or a full disk, leaves the one before. Places in
-the text follow from the number of the step. `state` is the `digest` of the tensors, `sha256` that of `about` and
-`state`; version 1 has these two checks alone, version 2 those of `reference.sealed`, too.
+The file is replaced whole (`reference.support.files`), so a killed process, or a full disk, leaves the one before.
+Places in the text follow from the number of the step. `state` is the `digest` of the tensors, `sha256` that of `about`
+and `state`; version 1 has these two checks alone, version 2 those of `reference.checkpoints.sealed`, too.
 """
 
 import hashlib
@@ -19,9 +19,10 @@ from typing import Any
 
 import torch
 
-from reference import files, sealed
-from reference.recorded_step.digest import with_one_nan
-from reference.recorded_step.file import safe_name
+from reference.checkpoints import sealed
+from reference.inspect.recorded_step.digest import with_one_nan
+from reference.inspect.recorded_step.file import safe_name
+from reference.support import files
 
 FORMAT, VERSION = "training run", "2"
 
@@ -48,7 +49,7 @@ def write(path: Path, tensors: Mapping[str, torch.Tensor], about: Mapping[str, A
     """Write the file, whole or not at all, and return its digest; `about` has step and updates.
 
     Raises:
-        reference.files.NotWritten: what stood at `path` is unchanged.
+        reference.support.files.NotWritten: what stood at `path` is unchanged.
     """
     here = {name: x.detach().cpu() for name, x in tensors.items()}
     text, state = json.dumps(about), digest(here, about["step"], about["updates"])
@@ -74,7 +75,8 @@ def read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """The tensors of a file, on the CPU, and what it is about.
 
     Raises:
-        reference.files.Damaged: it is no checkpoint of a training run, of another version, truncated, or changed.
+        reference.support.files.Damaged: it is no checkpoint of a training run, of another version, truncated, or
+        changed.
     """
     tensors, metadata, _ = sealed.read(path, FORMAT, VERSION, "`twin train`")
     found = _about(path, metadata)

@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from reference import files, philox
+from reference.numbers import philox
+from reference.support import files
 
 SKIPPED = {
     "__pycache__", "dist-packages", "encodings", "ensurepip", "idlelib", "lib2to3",
@@ -74,7 +75,7 @@ def read_files(paths: Sequence[Path], without: Path | None = None) -> Corpus:
 
     Raises:
         FileNotFoundError: there is no such file or folder; the text names it.
-        reference.files.Damaged: one cannot be read.
+        reference.support.files.Damaged: one cannot be read.
     """
     found: list[Path] = []
     for path in paths:

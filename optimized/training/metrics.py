@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from optimized import measure
-from reference import files
+from reference.support import files
 
 
 def _lines(path: Path) -> tuple[list[dict[str, Any]], str]:
     """The lines of a file, and the half line at its end that a killed process has left.
 
     Raises:
-        reference.files.Damaged: another line is none of a run's.
+        reference.support.files.Damaged: another line is none of a run's.
     """
     if not files.is_there(path):
         return [], ""

@@ -19,8 +19,8 @@ import torch
 
 import reference as te
 from optimized.training.settings import BYTES, Settings
-from reference import elementary, philox
-from reference.nn import init
+from reference.nn.core import init
+from reference.numbers import elementary, philox
 
 # The linear maps of a TransformerLayer: the module; the columns of input and weight in its scaling_fwd; the column of
 # the output's gradient in its scaling_bwd.

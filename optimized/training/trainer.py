@@ -25,9 +25,9 @@ from optimized.training import captured, checkpoint
 from optimized.training.corpus import Corpus
 from optimized.training.model import GPT, sample
 from optimized.training.settings import Settings
-from reference import files
 from reference.arguments import is_int
-from reference.nn.dropout import Generator
+from reference.nn.core.dropout import Generator
+from reference.support import files
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 HELD_OUT_BATCHES = 8
@@ -184,7 +184,7 @@ class Trainer:
         """Go on where the trainer that wrote `path` was; everything is checked before anything is changed.
 
         Raises:
-            reference.files.Damaged: it is no whole checkpoint.
+            reference.support.files.Damaged: it is no whole checkpoint.
             ValueError: it is one of other settings, or of another text.
         """
         saved, about = checkpoint.read(path)

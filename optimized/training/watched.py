@@ -15,7 +15,7 @@ from optimized.training.corpus import Corpus
 from optimized.training.model import GPT
 from optimized.training.settings import Settings
 from optimized.training.trainer import Trainer
-from reference import formats
+from reference.numbers import formats
 
 TENSORS = ("input", "weight", "grad_output")
 Key = tuple[str, str]

@@ -20,9 +20,9 @@ from reference.conversion.blocks import NOTE, fill_block, is_block, planned_bloc
 from reference.conversion.forward import run_in_autocast
 from reference.conversion.layers import Layers, Plan, become, fill, planned
 from reference.conversion.report import Conversion, Entry
-from reference.nn.layernorm import LayerNorm, RMSNorm
-from reference.nn.linear import Linear
-from reference.nn.transformer_layer import TransformerLayer
+from reference.nn.layers.layernorm import LayerNorm, RMSNorm
+from reference.nn.layers.linear import Linear
+from reference.nn.transformer.transformer_layer import TransformerLayer
 from reference.recipe import Recipe
 from reference.recipes.by_layer import matching
 

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from reference import model_init
-from reference.nn.rotated import rotated_at
+from reference.nn.attentions.apply_rotary import rotated_at
+from reference.state import model_init
 
 # Classes whose forward is the formula above; `transformers` is not imported.
 KINDS = {

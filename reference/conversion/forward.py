@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 
-from reference.autocast import autocast
 from reference.recipe import Recipe
-from reference.threads import here
+from reference.state.autocast import autocast
+from reference.state.threads import here
 
 
 class _Forward:

@@ -7,14 +7,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from reference import model_init
 from reference.conversion.attributes import reads_weight
 from reference.conversion.blocks import HOOKS, DecoderBlock, is_as_written
 from reference.conversion.norms import rms_norm_of
-from reference.formats import WIDE_DTYPES
-from reference.nn.module import TransformerEngineBaseModule
-from reference.nn.transformer_layer import TransformerLayer
+from reference.nn.core.module import TransformerEngineBaseModule
+from reference.nn.transformer.transformer_layer import TransformerLayer
+from reference.numbers.formats import WIDE_DTYPES
 from reference.ops.library import twin
+from reference.state import model_init
 
 Places = Sequence[tuple[torch.nn.Module, str]]
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from reference import formats
+from reference.numbers import formats
 
 
 def check_wide(op: str, name: str, dtype: torch.dtype) -> None:

@@ -15,16 +15,9 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula, sdpa_backward_flop_count, sdpa_flop_count
 
-from reference.ops import (  # noqa: F401  (declares the ops)
-    attention,
-    attention_backward,
-    attention_fp8,
-    attention_fp8_backward,
-    gemm,
-    gemm_fp8,
-    gemm_fused,
-)
-from reference.ops.attention_options import Options
+from reference.ops.attentions import attention, attention_backward, attention_fp8, attention_fp8_backward  # noqa: F401  (declares the ops)
+from reference.ops.attentions.attention_options import Options
+from reference.ops.gemms import gemm, gemm_fp8, gemm_fused  # noqa: F401  (declares the ops)
 
 Shape = tuple[int, ...]
 _GEMMS = (

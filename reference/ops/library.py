@@ -28,7 +28,7 @@ from typing import Any, TypeVar, cast, get_args, get_type_hints
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from reference.denormals import check_denormals
+from reference.numbers.denormals import check_denormals
 
 _IMPLEMENTATIONS: dict[str, dict[str, Callable[..., Any]]] = {"CPU": {}, "CUDA": {}}
 _PLAIN = (torch.Tensor, torch.nn.Parameter)  # subclasses may override the call

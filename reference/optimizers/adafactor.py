@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from reference import formats
 from reference.arguments import is_real
-from reference.dtensor import is_dtensor
+from reference.numbers import formats
 from reference.ops.library import twin
 from reference.optimizers.parameters import (
     PLAIN,
@@ -25,6 +24,7 @@ from reference.optimizers.parameters import (
     real,
     unwrapped,
 )
+from reference.support.dtensor import is_dtensor
 
 WHO = "Adafactor"
 NAMES = ("lr", "beta2_decay", "eps", "d", "weight_decay", "foreach", "maximize")

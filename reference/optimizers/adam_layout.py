@@ -2,20 +2,20 @@
 
 `exp_avg` and `exp_avg_sq` are fp32, bf16, fp16 or uint8 (E4M3), `master_param` fp32, fp16, or int16 remainders of a
 bf16 parameter. fp16 and uint8 have a scale, `<name>_scale`, fp32 `[1]`. The formulas are those of
-`reference.ops.adam_states`.
+`reference.ops.optimizers.adam_states`.
 """
 
 from typing import NamedTuple
 
 import torch
 
-from reference.dtensor import is_dtensor, like, shard
-from reference.nn.float8_tensor import FP8, Float8Tensor
-from reference.notice import say_once
-from reference.ops import adam_states
-from reference.ops.adam_states import RANGES
+from reference.float8.float8_tensor import FP8, Float8Tensor
 from reference.ops.library import twin
+from reference.ops.optimizers import adam_states
+from reference.ops.optimizers.adam_states import RANGES
 from reference.optimizers.parameters import Where, check_part
+from reference.support.dtensor import is_dtensor, like, shard
+from reference.support.notice import say_once
 
 WHO = "FusedAdam"
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from reference import formats
 from reference.arguments import is_real
-from reference.dtensor import like, placed, shard
-from reference.ops import adam_states
-from reference.ops.adam_states import RANGES
+from reference.numbers import formats
+from reference.ops.optimizers import adam_states
+from reference.ops.optimizers.adam_states import RANGES
 from reference.optimizers.adam_layout import MASTER, MOMENTS, Layout, State, needs_master, scale_name, write
 from reference.optimizers.parameters import described, flag, kind, real
+from reference.support.dtensor import like, placed, shard
 
 # Keys that torch.optim.Adam and AdamW save in a group, but FusedAdam does not; the first two change numbers.
 TORCH_KEYS = ("amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay")

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from reference import formats
 from reference.arguments import is_real
-from reference.dtensor import is_dtensor
+from reference.numbers import formats
 from reference.ops.library import twin
 from reference.optimizers.parameters import PLAIN, check_device, check_memory, span
+from reference.support.dtensor import is_dtensor
 
 Tensors = torch.Tensor | Iterable[torch.Tensor]
 

@@ -7,12 +7,11 @@ from typing import Any
 import torch
 
 from reference.arguments import check_arguments
-from reference.dtensor import like, shard
-from reference.nn.attributes import OfAdam
-from reference.nn.float8_tensor import Float8Tensor
-from reference.nn.quantized_tensor import write
-from reference.ops.adam import correction
+from reference.float8.float8_tensor import Float8Tensor
+from reference.float8.quantized_tensor import write
+from reference.nn.core.attributes import OfAdam
 from reference.ops.library import twin
+from reference.ops.optimizers.adam import correction
 from reference.optimizers import adam_layout, adam_state
 from reference.optimizers.adam_calls import Work
 from reference.optimizers.adam_layout import MASTER, MOMENTS, Layout, State, check_layout, needs_master
@@ -32,6 +31,7 @@ from reference.optimizers.parameters import (
     unwrapped,
     without_compiler,
 )
+from reference.support.dtensor import like, shard
 
 __all__ = ["FusedAdam"]
 
@@ -46,7 +46,8 @@ class FusedAdam(OfAdam, torch.optim.Optimizer):
     (`reference.optimizers.adam_layout`; docs/optimizers.md). A parameter in fp32 is its own master. A weight kept in
     FP8 (`quantized_model_init`) needs a master. The master starts from the weight's initial values, if those were
     preserved and the weight is still their cast; after each step it is written to the weight by the cast of
-    `reference.nn.float8_tensor`. A DTensor's state consists of DTensors like it, and each rank changes its own shard.
+    `reference.float8.float8_tensor`. A DTensor's state consists of DTensors like it, and each rank changes its own
+    shard.
 
     A group counts its steps in `step`, an int; with `capturable` an int32 tensor. A step checks everything before it
     changes anything: a refused step leaves every tensor and every count as it was.

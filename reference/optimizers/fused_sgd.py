@@ -7,10 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim.optimizer import required
 
-from reference import formats, not_offered
 from reference.arguments import check_arguments
-from reference.dtensor import like, placed, shard
-from reference.nn.attributes import OfSGD
+from reference.nn.core.attributes import OfSGD
+from reference.numbers import formats
 from reference.ops.library import twin
 from reference.optimizers.parameters import (
     PLAIN,
@@ -29,6 +28,8 @@ from reference.optimizers.parameters import (
     unwrapped,
     without_compiler,
 )
+from reference.support import not_offered
+from reference.support.dtensor import like, placed, shard
 
 WHO = "FusedSGD"
 NUMBERS = ("lr", "momentum", "dampening", "weight_decay")

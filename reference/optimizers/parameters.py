@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from reference import formats
 from reference.arguments import is_real
-from reference.dtensor import is_dtensor, placed, shard
-from reference.nn.float8_tensor import Float8Tensor
+from reference.float8.float8_tensor import Float8Tensor
+from reference.numbers import formats
 from reference.ops.library import no_implementation
+from reference.support.dtensor import is_dtensor, placed, shard
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 FLT_MAX = float(np.finfo(np.float32).max)

@@ -7,9 +7,9 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 
-from reference.quantized import Accumulation
-from reference.quantizer import ForwardOnly, HighPrecision, Quantizer
-from reference.roles import Role, Roles
+from reference.recipes.quantized import Accumulation
+from reference.recipes.quantizer import ForwardOnly, HighPrecision, Quantizer
+from reference.recipes.roles import Role, Roles
 
 _fixed: dict[Any, Any] = {}  # by each recipe, the copy of it that autocast and layers keep
 _MOST_FIXED = 256
@@ -54,7 +54,7 @@ class Recipe:
     """Which quantizer each role of a layer's tensors has, and what is updated when.
 
     A recipe is a hashable dataclass in a file of its own that defines `quantizer`. A recipe with state between steps
-    sets `history_rows`; its layers keep scales and amax histories (`reference.scaling.FP8TensorMeta`), from which
+    sets `history_rows`; its layers keep scales and amax histories (`reference.state.scaling.FP8TensorMeta`), from which
     `update` computes the next step's scales.
 
     Fields may be set, as Transformer Engine's. What is set is checked like an argument, and counts from the next

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 from reference.ops.library import twin
-from reference.quantized import Quantized, per_tensor
-from reference.quantizer import Quantizer
 from reference.recipes.base import Format, Recipe, check_recipe
-from reference.roles import Role
+from reference.recipes.quantized import Quantized, per_tensor
+from reference.recipes.quantizer import Quantizer
+from reference.recipes.roles import Role
 
 
 @dataclass(unsafe_hash=True)

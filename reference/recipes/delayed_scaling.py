@@ -10,12 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from reference.ops.cast_transpose import cast_outputs
+from reference.ops.casts.cast_transpose import cast_outputs
 from reference.ops.library import twin
-from reference.quantized import PER_TENSOR, Operand, Quantized, gemm_bias, per_tensor
-from reference.quantizer import ActivationPlan, NormPlan, Produced, Quantizer
 from reference.recipes.base import Format, Recipe, check_recipe
-from reference.roles import Role
+from reference.recipes.quantized import PER_TENSOR, Operand, Quantized, gemm_bias, per_tensor
+from reference.recipes.quantizer import ActivationPlan, NormPlan, Produced, Quantizer
+from reference.recipes.roles import Role
 
 MAX_MARGIN = 18
 _POWERS = tuple(2.0**-margin for margin in range(MAX_MARGIN + 1))  # torch 2.11's compiler keeps a power symbolic
@@ -30,7 +30,7 @@ class DelayedScaling(Recipe):
     """Scale step t's tensors by the amaxes of the steps before it.
 
     `scale = 2^-margin · fp8_max / amax`, where amax is the largest (`"max"`) or the last (`"most_recent"`) of the
-    `amax_history_len` newest amaxes. Arithmetic: `reference.ops.scale_update`.
+    `amax_history_len` newest amaxes. Arithmetic: `reference.ops.casts.scale_update`.
 
     Args:
         margin: powers of two kept free above the amax, an int from 0 to 18.
@@ -39,8 +39,8 @@ class DelayedScaling(Recipe):
         amax_compute_algo: `"max"` or `"most_recent"`.
         scaling_factor_compute_algo: Transformer Engine's hook for other formulas; only None is offered.
         reduce_amax: take the maximum of each amax over autocast's `amax_reduction_group`.
-        fp8_dpa: attention's forward in FP8, too (`reference.nn.attention_fp8`); its backward stays in 16 bits.
-        fp8_mha: attention's input and output in FP8; only False is offered.
+        fp8_dpa: attention's forward in FP8, too (`reference.nn.attentions.attention_fp8`); its backward stays in 16
+        bits. fp8_mha: attention's input and output in FP8; only False is offered.
         backward_override: "high_precision" is FP8 in forward alone: backward multiplies in the activation dtype.
         override_linear_precision: older Transformer Engine's switches for GEMMs in 16 bits (fprop, dgrad, wgrad); only
             False three times is offered.

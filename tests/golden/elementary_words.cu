@@ -1,10 +1,10 @@
-// The functions of kernels/elementary.cuh and log.cuh one by one; FUNCTION names the one that is compiled in.
+// The functions of kernels/common/elementary.cuh and log.cuh one by one; FUNCTION names the one that is compiled in.
 //
 //   apply      out[i] = FUNCTION(in[i]), fp32
 //   digest     one 64-bit sum of mixed (input word, result word) pairs for each 2^24 consecutive input words
 //   probe      COUNT elements a thread and nothing else: its SASS is counted, it is never run
-#include "../../optimized/kernels/elementary.cuh"
-#include "../../optimized/kernels/log.cuh"
+#include "../../optimized/kernels/common/elementary.cuh"
+#include "../../optimized/kernels/common/log.cuh"
 
 #ifndef COUNT
 #define COUNT 8

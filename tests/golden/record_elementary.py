@@ -3,7 +3,7 @@
     PYTHONPATH=. python tests/golden/record_elementary.py FOLDER
 
 records, on a Hopper machine, FOLDER/digests.npz, which is `elementary_h200.npz` here, and FOLDER/tables.npz, which is
-`reference/tables/elementary_h200.npz`: `ex2.approx` on its grid, and the activations of all 16-bit words.
+`reference/numbers/tables/elementary_h200.npz`: `ex2.approx` on its grid, and the activations of all 16-bit words.
 
 The sum of a block of 2^24 consecutive input words is, modulo 2^64, the sum of splitmix64's finaliser over
 (input word << 32 | result word), every NaN as 0x7FC00000. One different result bit changes it.
@@ -20,13 +20,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from optimized import compiler, measure
-from reference import elementary, files
-from reference.numba_jit import jit
+from optimized import measure
+from optimized.cuda import compiler
+from reference.numbers import elementary
+from reference.support import files
+from reference.support.numba_jit import jit
 
 HERE = Path(__file__).parent
 
-# The fp32 functions of reference.elementary, and their names in kernels/elementary.cuh.
+# The fp32 functions of reference.numbers.elementary, and their names in kernels/common/elementary.cuh.
 KERNEL_NAMES = {
     "exp": "exp",
     "exp2_grid": "exp2_grid",
@@ -65,9 +67,9 @@ def block(name: str, index: int, evaluate: Callable[[str, np.ndarray], np.ndarra
     """The reference's sum over input words `index · 2^24` to `(index + 1) · 2^24 - 1`.
 
     Args:
-        name: a key of `reference.elementary.SCALARS`.
+        name: a key of `reference.numbers.elementary.SCALARS`.
         index: 0 to 255.
-        evaluate: in place of `reference.elementary.evaluate`.
+        evaluate: in place of `reference.numbers.elementary.evaluate`.
     """
     total = 0
     with np.errstate(all="ignore"):
@@ -103,7 +105,7 @@ def kernel_digest(name: str) -> np.ndarray:
 
 
 def apply(function: str, x: torch.Tensor) -> torch.Tensor:
-    """A device function of kernels/elementary.cuh over a flat fp32 CUDA tensor."""
+    """A device function of kernels/common/elementary.cuh over a flat fp32 CUDA tensor."""
     out = torch.empty_like(x)
     _kernel("apply", function)((-(-x.numel() // 256),), (256,), [x.data_ptr(), out.data_ptr(), np.int32(x.numel())])
     return out

@@ -4,7 +4,7 @@
 
 Nothing of Twin Engine computes here: the casts are torch's float8 conversions after a clamp, the products are
 `torch._scaled_mm` (cuBLASLt; fast accumulation forward, split accumulation backward), the scale update is
-Transformer Engine's rule in torch ops. tests/test_golden_linear.py then asks
+Transformer Engine's rule in torch ops. tests/te/test_golden_linear.py then asks
 `reference.Linear` for the same bits.
 The cases and their inputs are `optimized.recordings.linear`'s.
 """
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from optimized.recordings.linear import CASES, LEARNING_RATE, STEPS, Case, inputs, parameters
-from reference import files
+from reference.support import files
 
 
 def cast(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

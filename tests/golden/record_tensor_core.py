@@ -16,11 +16,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from optimized import compiler
-from optimized.device import hopper
+from optimized.cuda import compiler
+from optimized.cuda.device import hopper
 from optimized.recordings import tensor_core_cases as inputs
 from optimized.recordings.tensor_core import DTYPES
-from reference import files
+from reference.support import files
 
 HERE = Path(__file__).parent
 

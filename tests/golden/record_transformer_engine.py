@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from optimized import measure
-from optimized.device import hopper
+from optimized.cuda.device import hopper
 from optimized.recordings import transformer_engine
 from optimized.recordings.reader import provenance
 from optimized.recordings.transformer_engine import RECORDING
@@ -39,7 +39,7 @@ from optimized.recordings.transformer_engine_cases import (
     known,
     updated,
 )
-from reference import files
+from reference.support import files
 
 Call = dict[str, Any]
 FP8 = {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}

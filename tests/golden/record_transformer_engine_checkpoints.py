@@ -29,7 +29,7 @@ import torch
 import reference
 from optimized import measure
 from optimized.recordings.transformer_engine_cases import Run, first_parameters, inputs, updated
-from reference import files
+from reference.support import files
 
 NAMES = ("Linear, bf16", "Linear, fp16", "LayerNormLinear, bf16", "LayerNormMLP, gelu, bf16", "TransformerLayer, bf16")
 DONE = 3  # steps before a checkpoint

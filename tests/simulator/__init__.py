@@ -1,7 +1,7 @@
 """A Hopper GPU on a CPU: it runs the kernels' own source, thread by thread, and so tests their bits without a GPU.
 
     with Simulator():
-        torch.ops.twin.amax(x, history, 0)     # optimized/ops/amax.py on tensors of the CPU
+        torch.ops.twin.amax(x, history, 0)     # optimized/ops/casts/amax.py on tensors of the CPU
 
 A kernel file is compiled by g++: `prelude.h` stands for what NVRTC knows by itself, the files of `ptx/` for those of
 `kernels/ptx`, instruction by instruction. `engine.cpp` runs the blocks; `machine.h` says what they remember.
@@ -23,15 +23,15 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import kernel_arguments
 import torch
+from shared import kernel_arguments
 
 import optimized  # noqa: F401  (registers the ops)
-from optimized import compiler, launch, tensor_map
-from optimized import device as device_checks
+from optimized.cuda import compiler, launch, tensor_map
+from optimized.cuda import device as device_checks
 from optimized.replay import calls
 from optimized.replay.launches import Copy, Launches
-from reference.elementary import ACTIVATIONS, _recorded, powers_of_two
+from reference.numbers.elementary import ACTIVATIONS, _recorded, powers_of_two
 from simulator.cuda import PretendedCuda
 
 HERE = Path(__file__).parent

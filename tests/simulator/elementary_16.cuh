@@ -1,4 +1,4 @@
-// kernels/elementary_16.cuh on a CPU: the words that were recorded, because ex2.approx between those of its grid is
+// kernels/common/elementary_16.cuh on a CPU: the words that were recorded, because ex2.approx between those of its grid is
 // Hopper's own.
 #pragma once
 

@@ -31,7 +31,7 @@ void progressed();
 // Ends the launch with an error that names the running thread.
 [[noreturn]] void fail(const char* format, ...) __attribute__((format(printf, 1, 2)));
 
-// The recorded words of ex2.approx on multiples of 2^-15 (reference.elementary.powers_of_two).
+// The recorded words of ex2.approx on multiples of 2^-15 (reference.numbers.elementary.powers_of_two).
 extern const int* powers;
 // And those of gelu, dgelu, silu and dsilu of every bf16 value, and of every fp16 value.
 extern const float* activations[8];

@@ -1,4 +1,4 @@
-// One wgmma instruction for the 16 rows of a warp. Arithmetic: reference/tensor_core/model.py, whose numbered steps are
+// One wgmma instruction for the 16 rows of a warp. Arithmetic: reference/numbers/tensor_core/model.py, whose numbered steps are
 // these; every operation on doubles below is exact.
 #pragma once
 

@@ -13,8 +13,8 @@ from optimized.commands.report import Report
 from optimized.commands.steps import Outcome
 from optimized.commands.steps.style import COLOURS, figure
 from optimized.compare import Tally
-from optimized.device import hopper
-from reference import philox
+from optimized.cuda.device import hopper
+from reference.numbers import philox
 
 TOKENS, IN_FEATURES, OUT_FEATURES = 256, 512, 256
 # Magnitudes as in training: activations of order 1, weights as Transformer Engine initialises them, gradients of a mean

@@ -9,7 +9,7 @@ from matplotlib.patches import Rectangle
 from optimized.commands.report import Report
 from optimized.commands.steps import Outcome
 from optimized.commands.steps.style import COLOURS, figure
-from reference import formats
+from reference.numbers import formats
 
 FIELD_COLOURS = {"sign": "#c9d0d8", "exponent": "#9fc3ea", "mantissa": "#f3c39d"}
 

@@ -15,7 +15,8 @@ from optimized.commands.steps.style import COLOURS, figure
 from optimized.compare import Tally
 from optimized.recordings import linear
 from optimized.recordings.tensor_core import Product
-from reference import files, formats
+from reference.numbers import formats
+from reference.support import files
 
 RECORDING = "tensor_core_h200"
 SHOWN = ("e4m3.e4m3", 512, 512, 4096)
@@ -79,7 +80,7 @@ def _introduce(report: Report, origin: dict[str, Any]) -> None:
         "Now this CPU computes them again, from the same FP8 operands.",
         "Where the bits come from: a tensor core does not add like IEEE arithmetic. One Hopper instruction aligns 32 "
         "products and the running sum to the largest exponent among them, cuts every term off 13 bits below it, adds, "
-        "and cuts again. <code>reference/tensor_core/model.py</code> is that sentence as code.",
+        "and cuts again. <code>reference/numbers/tensor_core/model.py</code> is that sentence as code.",
     )
 
 

@@ -5,16 +5,16 @@ It is measured now if there is a Hopper GPU; elsewhere it is what docs/results/l
 
 from typing import Any
 
-from optimized.bench import layer, layer_plot
-from optimized.bench.layer_models import CASES
-from optimized.bench.layer_tables import name
+from optimized.bench.layers import layer, layer_plot
+from optimized.bench.layers.layer_models import CASES
+from optimized.bench.layers.layer_tables import name
 from optimized.bench.table import origin
 from optimized.commands import tables
 from optimized.commands.report import Report
 from optimized.commands.steps import Outcome
 from optimized.commands.steps.style import figure
-from optimized.device import hopper
-from reference import files
+from optimized.cuda.device import hopper
+from reference.support import files
 
 STEP = "Speed"
 QUICKSTART = CASES[1]  # fp16, no mask, dropout: the layer of Transformer Engine's quickstart

@@ -8,17 +8,17 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from optimized import measure
-from optimized.bench import training_plot
+from optimized.bench.models import training_plot
 from optimized.commands.report import Report, escape
 from optimized.commands.steps import Outcome, Progress
 from optimized.commands.steps.style import COLOURS, figure
 from optimized.compare import Tally
-from optimized.device import hopper
+from optimized.cuda.device import hopper
 from optimized.training.corpus import Corpus
 from optimized.training.model import PRODUCTS
 from optimized.training.settings import Settings
 from optimized.training.watched import TENSORS, Run, train, write
-from reference import formats
+from reference.numbers import formats
 
 PRODUCT_COLOURS = dict(zip(PRODUCTS, ("#2456a6", "#d1682b", "#1a7f4b", "#7a3f9d"), strict=True))
 PROMPT = b"def __init__(self, "

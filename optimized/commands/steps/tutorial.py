@@ -12,14 +12,20 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 import reference as te
-from optimized.bench.tutorial_layers import BasicTransformerLayer, FusedLayer, ModulesLayer, share, transformer_layer
+from optimized.bench.layers.tutorial_layers import (
+    BasicTransformerLayer,
+    FusedLayer,
+    ModulesLayer,
+    share,
+    transformer_layer,
+)
 from optimized.commands.report import Report
 from optimized.commands.steps import Outcome, Progress
 from optimized.commands.steps.style import COLOURS, figure
 from optimized.compare import Tally, differing
-from optimized.device import hopper
-from reference import philox
-from reference.nn import init
+from optimized.cuda.device import hopper
+from reference.nn.core import init
+from reference.numbers import philox
 
 HIDDEN, FFN, HEADS, SEQUENCE, BATCH = 128, 512, 4, 64, 2
 GRADIENT = 1e-5  # as in training, where the loss is a mean over about ten thousand tokens

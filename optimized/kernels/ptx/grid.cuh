@@ -1,4 +1,4 @@
-// Programmatic dependent launch: a grid that is launched `early` (optimized/launch.py) may start while the one before
+// Programmatic dependent launch: a grid that is launched `early` (optimized/cuda/launch.py) may start while the one before
 // it in the stream is ending, and so is set up by the time that its input is there.
 #pragma once
 

@@ -8,7 +8,7 @@ import torch
 
 from optimized.recordings.calls import BF16, E4M3, E5M2, FP32, Call, Calls, Inputs
 from optimized.recordings.case import FP8, WIDE, Case, Outputs, every_word, named, numbers, short, state
-from reference.ops.activation import GATED, KINDS, RECORDED
+from reference.ops.activations.activation import GATED, KINDS, RECORDED
 
 twin = torch.ops.twin
 

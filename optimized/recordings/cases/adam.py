@@ -8,7 +8,7 @@ import torch
 
 from optimized.recordings.calls import BF16, FP32, Call, Calls, Inputs
 from optimized.recordings.case import WIDE, Case, Outputs, numbers, short
-from reference.ops.adam import correction
+from reference.ops.optimizers.adam import correction
 
 twin = torch.ops.twin
 SIZES = ((3, 7), (33, 100))

@@ -9,8 +9,8 @@ import torch
 from optimized.recordings.calls import BF16, E4M3, FP16, FP32, Call, Calls, Inputs
 from optimized.recordings.case import WIDE, Case, Outputs, short
 from optimized.recordings.cases.adam import NUMBERS, SHAPES, SIZES, drawn, lists
-from reference.ops import adam_states as states
-from reference.ops.adam import correction
+from reference.ops.optimizers import adam_states as states
+from reference.ops.optimizers.adam import correction
 
 twin = torch.ops.twin
 U8 = torch.uint8

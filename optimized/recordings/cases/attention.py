@@ -8,8 +8,8 @@ import torch
 
 from optimized.recordings.calls import BF16, FP16, FP32, Call, Calls, Inputs
 from optimized.recordings.case import HALVES, Case, Outputs, named, random_state, short
-from reference import philox
-from reference.ops.attention_options import Options
+from reference.numbers import philox
+from reference.ops.attentions.attention_options import Options
 
 twin = torch.ops.twin
 

@@ -9,7 +9,7 @@ import torch
 
 from optimized.recordings.calls import BF16, E4M3, FP16, Call, Calls, Inputs
 from optimized.recordings.case import HALVES, Case, Outputs, named, random_state, short
-from reference import philox
+from reference.numbers import philox
 
 twin = torch.ops.twin
 

@@ -8,7 +8,7 @@ import torch
 
 from optimized.recordings.calls import BF16, FP32, Call, Calls, Inputs
 from optimized.recordings.case import WIDE, Case, Outputs, numbers, short
-from reference import philox
+from reference.numbers import philox
 
 twin = torch.ops.twin
 

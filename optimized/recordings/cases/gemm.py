@@ -6,11 +6,11 @@ from itertools import product
 
 import torch
 
-from optimized.ops import gemm
-from optimized.ops.gemm_tile import TILES, Tile
+from optimized.ops.gemms import gemm
+from optimized.ops.gemms.gemm_tile import TILES, Tile
 from optimized.recordings.calls import BF16, FP32, Call, Calls, Inputs
 from optimized.recordings.case import HALVES, WIDE, Case, Outputs, short
-from reference import philox
+from reference.numbers import philox
 
 twin = torch.ops.twin
 

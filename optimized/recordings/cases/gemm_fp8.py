@@ -6,12 +6,12 @@ from itertools import product
 
 import torch
 
-from optimized.ops.gemm_fp8 import gemm_fp8_tiled
-from optimized.ops.gemm_tile import FP8_TILES, TILES
+from optimized.ops.gemms.gemm_fp8 import gemm_fp8_tiled
+from optimized.ops.gemms.gemm_tile import FP8_TILES, TILES
 from optimized.recordings.calls import BF16, E4M3, E5M2, FP16, FP32, Call, Calls, Inputs
 from optimized.recordings.case import FP8, WIDE, Case, Outputs, codes, inverses, numbers, short
 from optimized.recordings.cases.gemm import adding, with_tile
-from reference import philox
+from reference.numbers import philox
 
 twin = torch.ops.twin
 Shape = tuple[int, int, int]

@@ -5,7 +5,7 @@ from itertools import product
 
 import torch
 
-from optimized.ops.gemm_fp8_split_k import gemm_fp8_split_k
+from optimized.ops.gemms.gemm_fp8_split_k import gemm_fp8_split_k
 from optimized.recordings.calls import BF16, FP32, Call, Calls, Inputs
 from optimized.recordings.case import FP8, WIDE
 from optimized.recordings.cases.gemm_fp8 import operands

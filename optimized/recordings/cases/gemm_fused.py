@@ -6,8 +6,8 @@ from itertools import product
 
 import torch
 
-from optimized.ops import gemm_fused
-from optimized.ops.gemm_tile import TILES, Tile
+from optimized.ops.gemms import gemm_fused
+from optimized.ops.gemms.gemm_tile import TILES, Tile
 from optimized.recordings.calls import BF16, E4M3, E5M2, FP16, FP32, Call, Calls, Inputs
 from optimized.recordings.case import (
     FP8,
@@ -23,8 +23,8 @@ from optimized.recordings.case import (
     state,
 )
 from optimized.recordings.cases.gemm_fp8 import operands
-from reference import philox
-from reference.ops.activation import GATED, RECORDED
+from reference.numbers import philox
+from reference.ops.activations.activation import GATED, RECORDED
 
 twin = torch.ops.twin
 Shape = tuple[int, int, int]

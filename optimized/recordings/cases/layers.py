@@ -18,9 +18,9 @@ import torch
 import reference as te
 from optimized.compare import fp8_state
 from optimized.recordings.case import HALVES, WIDE, Case, Outputs, short
-from reference import philox
-from reference.nn.dropout import Generator
-from reference.ops.activation import RECORDED as ACTIVATIONS
+from reference.nn.core.dropout import Generator
+from reference.numbers import philox
+from reference.ops.activations.activation import RECORDED as ACTIVATIONS
 
 LEARNING_RATE = 0.03125
 GROWTH = (1.0, 4.0, 0.25, 1.0, 16.0, 1.0, 1e-2, 1.0)  # factors of the inputs at each step, so that scales change

@@ -8,7 +8,7 @@ import torch
 
 from optimized.recordings.calls import BF16, E4M3, Call, Calls, Inputs
 from optimized.recordings.case import FP8, WIDE, Case, Outputs, numbers, short
-from reference.ops.cast_transpose import cast_outputs
+from reference.ops.casts.cast_transpose import cast_outputs
 
 twin = torch.ops.twin
 

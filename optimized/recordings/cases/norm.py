@@ -8,8 +8,8 @@ import torch
 
 from optimized.recordings.calls import BF16, FP16, FP32, Call, Calls, Inputs
 from optimized.recordings.case import FP8, WIDE, Case, Outputs, named, numbers, short, state
-from reference import philox
-from reference.ops.norm import KINDS
+from reference.numbers import philox
+from reference.ops.norms.norm import KINDS
 
 twin = torch.ops.twin
 EPSILON = 1e-5

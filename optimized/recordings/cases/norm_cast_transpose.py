@@ -6,7 +6,7 @@ import torch
 
 from optimized.recordings.calls import BF16, E4M3, FP16, FP32, Call, Calls, Inputs
 from optimized.recordings.case import FP8, WIDE
-from reference.ops.norm import KINDS
+from reference.ops.norms.norm import KINDS
 
 twin = torch.ops.twin
 

@@ -9,7 +9,7 @@ import torch
 from optimized.recordings.calls import BF16, FP32, Call, Calls, Inputs
 from optimized.recordings.case import HALVES, WIDE, Case, Outputs, short
 from optimized.recordings.cases.attention import hidden_of
-from reference import philox
+from reference.numbers import philox
 
 twin = torch.ops.twin
 

@@ -6,7 +6,7 @@
     Linear           x·wᵀ + b, as `te.Linear`: one rounding
     Bias             T(x + b)                                        db in the order of `twin::dbias`
     LayerNorm, RMSNorm                                               as `te.LayerNorm`, `te.RMSNorm`
-    L2Normalization  `twin::norm`                                    `reference.nn.layernorm`
+    L2Normalization  `twin::norm`                                    `reference.nn.layers.layernorm`
     GELU, GEGLU, ...                                                 `twin::activation`
     Quantize         T(fp32(q) · scale_inv) of q = cast(x)           in `te.autocast`; outside x
     Dropout          `twin::bias_dropout_add`, in training
@@ -18,7 +18,7 @@
 T is the dtype of x, or torch.autocast's. Transformer Engine fuses neighbours, by which some roundings in between
 vanish; here every operation rounds, and means the same wherever it stands. Linears compute in FP8 inside `te.autocast`.
 Names, arguments and defaults are Transformer Engine's; weights of linears start as there, uniform in ±1/√in
-(`reference.philox.uniform`). docs/operations.md has more.
+(`reference.numbers.philox.uniform`). docs/operations.md has more.
 """
 
 from reference.nn.operations.activation import (

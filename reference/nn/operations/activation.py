@@ -1,18 +1,18 @@
-"""Activations: y = T(act(x)), or T(act(x1) · x2) of x's halves (`reference.ops.activation`)."""
+"""Activations: y = T(act(x)), or T(act(x1) · x2) of x's halves (`reference.ops.activations.activation`)."""
 
 from typing import NamedTuple
 
 import torch
 
 from reference.arguments import check_arguments
-from reference.nested import Tensors
-from reference.nn.autograd import differentiable, wanted
-from reference.nn.checks import activation_dtype, check_tensor
-from reference.nn.context import BlockContext
-from reference.ops.activation import Clamp, is_gated
+from reference.nn.core.autograd import differentiable, wanted
+from reference.nn.core.checks import activation_dtype, check_tensor
+from reference.nn.core.context import BlockContext
+from reference.ops.activations.activation import Clamp, is_gated
 from reference.ops.library import twin
-from reference.quantized import as_dtype, rows_of
-from reference.transforms import Unscripted
+from reference.recipes.quantized import as_dtype, rows_of
+from reference.support.nested import Tensors
+from reference.support.transforms import Unscripted
 
 
 class Plan(NamedTuple):
@@ -129,7 +129,7 @@ class ClampedSwiGLU(_Activation):
     """c1 · sigmoid(alpha c1) · (c2 + offset) of x's halves limited to c1 <= limit, |c2| <= limit, as in GPT-OSS.
 
     Args:
-        limit, alpha, glu_linear_offset: as in `reference.ops.activation`'s clamped_swiglu.
+        limit, alpha, glu_linear_offset: as in `reference.ops.activations.activation`'s clamped_swiglu.
         glu_interleave_size: as in `SwiGLU`.
     """
 

@@ -6,12 +6,12 @@ from typing import Any
 import torch
 
 from reference.arguments import check_arguments, is_int
-from reference.nn import layernorm
-from reference.nn.checks import activation_dtype, check_input, check_tensor
-from reference.nn.dropout import Generator, bias_dropout_add
-from reference.nn.parameters import DeviceDefault, parameter_dtype
-from reference.ops.norm import MAX_HIDDEN
-from reference.quantized import as_dtype
+from reference.nn.core.checks import activation_dtype, check_input, check_tensor
+from reference.nn.core.dropout import Generator, bias_dropout_add
+from reference.nn.core.parameters import DeviceDefault, parameter_dtype
+from reference.nn.layers import layernorm
+from reference.ops.norms.norm import MAX_HIDDEN
+from reference.recipes.quantized import as_dtype
 
 
 def in_dtype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -164,7 +164,8 @@ class Bias(DeviceDefault, torch.nn.Module):
 
 
 class Dropout(DeviceDefault, torch.nn.Module):
-    """In training, zeros in place of elements with probability p; the others are scaled (`reference.ops.dropout`)."""
+    """In training, zeros in place of elements with probability p; the others are scaled
+    (`reference.ops.random.dropout`)."""
 
     def __init__(self, p: float) -> None:
         check_arguments("ops.Dropout", locals())
@@ -226,7 +227,7 @@ class RMSNorm(layernorm.RMSNorm):
 
 
 class L2Normalization(layernorm.L2Normalization):
-    """x / sqrt(Σx² + eps) over the last dimension, of any size: `reference.nn.layernorm.L2Normalization`.
+    """x / sqrt(Σx² + eps) over the last dimension, of any size: `reference.nn.layers.layernorm.L2Normalization`.
 
     Args:
         eps: added to the sum of squares.

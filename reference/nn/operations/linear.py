@@ -6,12 +6,13 @@ from typing import Any
 
 import torch
 
-from reference import philox
 from reference.arguments import check_arguments
-from reference.dtensor import distributed
-from reference.nn import linear, transformer_engine_state
-from reference.nn.checks import check_tensor
+from reference.checkpoints import transformer_engine_state
+from reference.nn.core.checks import check_tensor
+from reference.nn.layers import linear
 from reference.nn.operations.basic import in_dtype
+from reference.numbers import philox
+from reference.support.dtensor import distributed
 
 
 @torch.no_grad()

@@ -6,18 +6,18 @@ from typing import Any, NamedTuple
 import torch
 
 from reference.arguments import check_arguments
-from reference.autocast import current
-from reference.moved import byte_after
-from reference.nested import Tensors
-from reference.nn import transformer_engine_state
-from reference.nn.autograd import differentiable, wanted
-from reference.nn.checks import activation_dtype, check_tensor
-from reference.nn.context import ModuleContext
-from reference.nn.float8_quantizer import KINDS
-from reference.nn.float8_tensor import Float8Tensor, dequantized
-from reference.nn.module import TransformerEngineBaseModule
-from reference.quantized import Quantized, as_dtype, rows_of
-from reference.roles import Role, Roles
+from reference.checkpoints import transformer_engine_state
+from reference.float8.float8_quantizer import KINDS
+from reference.float8.float8_tensor import Float8Tensor, dequantized
+from reference.nn.core.autograd import differentiable, wanted
+from reference.nn.core.checks import activation_dtype, check_tensor
+from reference.nn.core.context import ModuleContext
+from reference.nn.core.module import TransformerEngineBaseModule
+from reference.recipes.quantized import Quantized, as_dtype, rows_of
+from reference.recipes.roles import Role, Roles
+from reference.state.applied_device import byte_after
+from reference.state.autocast import current
+from reference.support.nested import Tensors
 
 
 class Plan(NamedTuple):

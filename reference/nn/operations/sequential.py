@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from reference import transforms
 from reference.arguments import check_arguments
+from reference.support import transforms
 
 
 class Sequential(torch.nn.Sequential):

@@ -1,0 +1,1 @@
+"""Benchmarks of layers, and of models of a few layers."""

@@ -1,0 +1,1 @@
+"""From a kernel's source to its launch: compiler, cache, device, launches, tensor maps."""

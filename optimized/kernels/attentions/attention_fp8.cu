@@ -1,0 +1,281 @@
+// Attention forward of FP8 codes.   out = softmax(q k^T scale) v, blocked online softmax, per head
+//
+// q [b, h, sq, d], k [b, hkv, skv, d] and v transposed [b, hkv, d, skv], E4M3, through tensor maps (any strides); their
+// factors fp32 [1]; out [b, h, sq, d] of bf16 or fp16; m and inv fp32 [b, h, sq]. Definition, order and rounding points:
+// reference/ops/attentions/attention_fp8.py.
+//
+// The plan is attention.cu's: a tile is 192 queries of one head, 64 for each of three consumer warpgroups, while a
+// producer keeps keys and values coming, 128 of each at a time; blocks stay and take tiles by tickets; where d > 128 a
+// tile has one of two chunks of N_OUT columns of d. Here is what is different:
+//   * the weights become E4M3 codes, four neighbouring keys in a lane: K's tensor map permutes a block's keys so that the
+//     scores' accumulators have them there (attention_fp8_softmax.cuh);
+//   * each block's P v is a chain of its own, which fma adds to O;
+//   * l is one more column of O: behind each stage's values lie eight rows of ones, so that the last product of P v has
+//     72 columns. With dropout l counts what is dropped, and has a product of eight columns before.
+//
+// Defines: FORMAT (BF16 | FP16, out's), D_CHUNKS (d in chunks of 128: 1, 2), D_STEPS (of 32: 2, 4, 8), N_OUT (64 | 128),
+// STAGES, Q_STAGES, DROPOUT (0 | 1).
+#include "attention_fp8_softmax.cuh"
+#include "ptx/grid.cuh"
+
+using namespace twin;
+
+constexpr int kConsumers = 3;                                                                 // warpgroups
+constexpr int kQueries = 64 * kConsumers;                                                     // of a tile
+constexpr int kChunk = kTileRows * 128, kQueryChunk = kQueries * 128, kValues = N_OUT * 128;  // bytes
+constexpr unsigned kOnes = 0x38383838;                                                        // four codes of 1
+
+// Queries from `first` of a head, columns from `column` of d, and the blocks of keys that they visit. Without a head
+// (-1), there is no tile.
+struct Tile {
+    int first, batch, head, column;
+    Range blocks;
+};
+
+struct Values {
+    unsigned char codes[kValues];  // [N_OUT][128 keys]
+    unsigned char ones[8 * 128];   // eight rows more, after which the operand's ninth group of 8 rows lies
+};
+
+struct __align__(1024) Shared {
+    unsigned char q[Q_STAGES][D_CHUNKS * kQueryChunk];
+    unsigned char k[STAGES][D_CHUNKS * kChunk];
+    Values v[STAGES];
+    Mailbox q_box[Q_STAGES], k_box[STAGES], v_box[STAGES], tile_box[2];
+    Tile tile[2];  // what the consumers do next
+};
+static_assert(sizeof(Shared) <= 232448, "a block has at most 227 KB of shared memory");
+
+// The blocks of keys that the block of queries with this one visits; none if there is no such query.
+__device__ __forceinline__ Range visited_by(const Arguments& a, int query) {
+    return query < a.sq ? visited(a, query & -kTileRows) : Range{0, 0};
+}
+
+// Those that one of a tile's queries visits: of its first query's block, or of its last one's.
+__device__ __forceinline__ Range visited_by_tile(const Arguments& a, int first) {
+    const Range one = visited_by(a, first);
+    const Range other = visited_by(a, min(first + kQueries, a.sq) - 1);
+    if (!other.any()) return one;
+    return one.any() ? Range{min(one.from, other.from), max(one.to, other.to)} : other;
+}
+
+// The tile of a rank. Heads are taken `together` at a time, so that their keys stay in L2, and of those the last queries
+// first, which have most to do.
+__device__ __forceinline__ Tile tile_of(const Arguments& a, int rank) {
+    const int query_blocks = (a.sq + kQueries - 1) / kQueries, columns = (a.d + N_OUT - 1) / N_OUT;
+    const int all_heads = a.batches * a.heads, width = query_blocks * columns;
+    if (rank >= all_heads * width) return {0, 0, -1, 0, {0, 0}};
+    const int before = rank / (a.together * width) * a.together;
+    const int heads = min(a.together, all_heads - before), place = rank - before * width;
+    const int head = before + place % heads, block = place / heads;
+    const int first = (query_blocks - 1 - block / columns) * kQueries;
+    return {first, head / a.heads, head % a.heads, block % columns * N_OUT, visited_by_tile(a, first)};
+}
+
+__device__ __forceinline__ void produce(Shared& shared, const CUtensorMap* q, const CUtensorMap* k,
+                                        const CUtensorMap* v, const Arguments& a, int* ticket) {
+    Stage<Q_STAGES> queries;
+    Stage<STAGES> stage;
+    Stage<2> tiles;
+    for (int rank = blockIdx.x, next;; rank = next, queries.advance(), tiles.advance()) {
+        shared.tile_box[tiles.index].wait_empty(tiles.parity);
+        const Tile tile = shared.tile[tiles.index] = tile_of(a, rank);
+        mbarrier_arrive(shared_address(&shared.tile_box[tiles.index].full));
+        if (tile.head < 0) break;
+        next = ticket == nullptr ? 0x7FFFFFFF : gridDim.x + atomicAdd(ticket, 1);
+        const int key_head = tile.head / a.group;
+        const int s = queries.index;
+        shared.q_box[s].wait_empty(queries.parity);
+        const unsigned q_full = shared_address(&shared.q_box[s].full);
+        mbarrier_arrive_expect_tx(q_full, D_CHUNKS * kQueryChunk);
+        for (int c = 0; c < D_CHUNKS; c++)
+            load_chunk(shared_address(shared.q[s]) + c * kQueryChunk, q, q_full, 128 * c, tile.first, tile.head,
+                       tile.batch);
+        for (int j = tile.blocks.from; j < tile.blocks.to; j++, stage.advance()) {
+            const int n = stage.index;
+            const unsigned k_full = shared_address(&shared.k_box[n].full),
+                           v_full = shared_address(&shared.v_box[n].full);
+            shared.k_box[n].wait_empty(stage.parity);
+            mbarrier_arrive_expect_tx(k_full, D_CHUNKS * kChunk);
+            for (int i = 0; i < 2 * D_CHUNKS; i++)  // keys 4 n and 4 n + 1, then 4 n + 2 and 4 n + 3
+                tma_load_5d(shared_address(shared.k[n]) + i * (kChunk / 2), k, k_full, i / 2 * 128, i % 2 * 2,
+                            j * (kTileRows / 4), key_head, tile.batch);
+            shared.v_box[n].wait_empty(stage.parity);
+            mbarrier_arrive_expect_tx(v_full, kValues);
+            load_chunk(shared_address(shared.v[n].codes), v, v_full, j * kTileRows, tile.column, key_head, tile.batch);
+        }
+    }
+}
+
+// A step of 32 values along K of a K-major tile: 2 units of 16 bytes; chunks have 4 steps.
+__device__ __forceinline__ unsigned long long along_k(unsigned tile, int chunk_bytes, int step) {
+    return wgmma_descriptor(tile + step / 4 * chunk_bytes, 0, 1024) + step % 4 * 2;
+}
+
+// Issue s = q kᵀ.
+__device__ __forceinline__ void score(float (&s)[64], unsigned q, unsigned k) {
+#pragma unroll
+    for (int step = 0; step < D_STEPS; step++)
+        wgmma_k32<E4M3, E4M3>(s, along_k(q, kQueryChunk, step), along_k(k, kChunk, step), step > 0);
+}
+
+// Products of P with rows of 128 keys, a chain from zero: values, or ones.
+template <int kCount>
+__device__ __forceinline__ void multiply_codes(float (&product)[kCount], const unsigned (&p)[4][4], unsigned rows) {
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < 4; step++) wgmma_k32(product, p[step], along_k(rows, 0, step), step > 0);
+    wgmma_commit();
+}
+
+// l = fma(l, alpha, the sum of codes), of eight equal columns.
+__device__ __forceinline__ void add_sums(Rows& rows, const float (&alpha)[2], float low, float high) {
+    rows.sum[0] = __fmaf_rn(rows.sum[0], alpha[0], low);
+    rows.sum[1] = __fmaf_rn(rows.sum[1], alpha[1], high);
+}
+
+// O = fma(O, alpha, P v), 64 columns at a time: with all 128 at once a thread would need more registers than it has.
+__device__ __forceinline__ void add_values(float (&o)[N_OUT / 2], Rows& rows, const float (&alpha)[2],
+                                           const unsigned (&p)[4][4], unsigned v) {
+    const auto add = [&](const float* product, int first) {
+#pragma unroll
+        for (int i = 0; i < 32; i++) o[first + i] = __fmaf_rn(o[first + i], alpha[i / 2 % 2], product[i]);
+    };
+    if constexpr (N_OUT == 128) {
+        float product[32];
+        multiply_codes(product, p, v);
+        wgmma_wait<0>();
+        wgmma_hold(product);
+        add(product, 0);
+    }
+    float product[DROPOUT ? 32 : 36];  // the ones are the last eight columns
+    multiply_codes(product, p, v + (N_OUT - 64) * 128);
+    wgmma_wait<0>();
+    wgmma_hold(product);
+    add(product, N_OUT / 2 - 32);
+    if constexpr (!DROPOUT) add_sums(rows, alpha, product[32], product[34]);
+}
+
+__device__ __forceinline__ void store(const float (&o)[N_OUT / 2], const Rows& rows, const Arguments& a,
+                                      float of_values, unsigned short* out, float* m, float* inv, int row,
+                                      const Tile& tile) {
+    float last[2];
+    finish_codes(last, rows, a, m, inv, tile.batch, tile.head, row, tile.column == 0);
+    out += tile.batch * a.out_b + tile.head * a.out_h + row * a.out_s + tile.column;
+    store_rows(o, __fmul_rn(last[0], of_values), __fmul_rn(last[1], of_values), out, a.out_s, a.sq - row,
+               a.d - tile.column);
+}
+
+__device__ __forceinline__ void consume(Shared& shared, const Arguments& a, float of_scores, float of_values,
+                                        unsigned short* out, float* m, float* inv, int warpgroup) {
+    Generator generator{};
+    if constexpr (DROPOUT) generator = read_state_once(a.rng_state);
+    Stage<Q_STAGES> queries;
+    Stage<STAGES> keys;
+    Stage<2> tiles;
+    for (;; queries.advance(), tiles.advance()) {
+        shared.tile_box[tiles.index].wait_full(tiles.parity);
+        const Tile& tile = shared.tile[tiles.index];  // read again when it is needed, for want of registers
+        if (tile.head < 0) break;
+        const int warp_row = tile.first + threadIdx.x / 32 * 16, row = warp_row + threadIdx.x % 32 / 4;
+        const unsigned q = shared_address(shared.q[queries.index]) + warpgroup * (64 * 128);
+        const unsigned char* mask = head_mask(a, tile.batch, tile.head);
+        Rows rows{{kLowest, kLowest}, {0.0f, 0.0f}};
+        float o[N_OUT / 2];
+#pragma unroll
+        for (int i = 0; i < N_OUT / 2; i++) o[i] = 0.0f;
+        const auto counter = DROPOUT ? tile_counter(a, tile.batch * a.heads + tile.head, warp_row / 16, 0) : 0;
+        const ClearBlocks clear(a, warp_row, mask != nullptr);
+        const auto hide = [&](float (&s)[64], int j) {
+            const int key = j * kTileRows + 4 * (threadIdx.x % 4);
+            if (!__any_sync(0xFFFFFFFF, !clear.has(j))) return;
+            if ((j + 1) * kTileRows > key_limit(a, warp_row)) hide_fours_after(s, a, row, key);
+            if (j * kTileRows < key_from(a, warp_row + 15)) hide_fours_before(s, a, row, key);
+            if (mask != nullptr && !hides_nothing(a, mask, j * kTileRows)) hide_fours_masked(s, a, mask, row, key);
+        };
+
+        // Blocks of keys that other warpgroups visit and this one does not.
+        const auto skip = [&](int count) {
+            for (; count > 0; count--, keys.advance()) {
+                shared.k_box[keys.index].wait_full(keys.parity);
+                shared.k_box[keys.index].arrive_empty();
+                shared.v_box[keys.index].wait_full(keys.parity);
+                shared.v_box[keys.index].arrive_empty();
+            }
+        };
+        const Range blocks = visited_by(a, tile.first + 64 * warpgroup);
+        if (blocks.any()) skip(blocks.from - tile.blocks.from);
+        shared.q_box[queries.index].wait_full(queries.parity);
+        for (int j = blocks.from; j < blocks.to; j++, keys.advance()) {
+            unsigned p[4][4];
+            float alpha[2];
+            {
+                float s[64];
+                shared.k_box[keys.index].wait_full(keys.parity);
+                wgmma_fence();
+                score(s, q, shared_address(shared.k[keys.index]));
+                wgmma_commit();
+                wgmma_wait<0>();
+                wgmma_hold(s);
+                shared.k_box[keys.index].arrive_empty();
+                hide(s, j);
+                weigh_codes(s, rows.m, alpha, of_scores);
+                pack_codes(p, s);
+            }
+            shared.v_box[keys.index].wait_full(keys.parity);
+            if constexpr (DROPOUT) {
+                float sums[4];
+                unsigned keep[2];
+                multiply_codes(sums, p, shared_address(shared.v[keys.index].ones));
+                draw(keep, generator, counter + 256 * j, a.threshold);
+                wgmma_wait<0>();
+                wgmma_hold(sums);
+                add_sums(rows, alpha, sums[0], sums[2]);
+                drop_codes(p, keep);
+            }
+            add_values(o, rows, alpha, p, shared_address(shared.v[keys.index].codes));
+            shared.v_box[keys.index].arrive_empty();
+        }
+        shared.q_box[queries.index].arrive_empty();
+        store(o, rows, a, of_values, out, m, inv, row, tile);
+        skip(tile.blocks.to - (blocks.any() ? blocks.to : tile.blocks.from));
+        shared.tile_box[tiles.index].arrive_empty();
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(128 * (kConsumers + 1), 1)
+    attention_fp8(const __grid_constant__ CUtensorMap q, const __grid_constant__ CUtensorMap k,
+                  const __grid_constant__ CUtensorMap v, const float* q_scale_inv, const float* k_scale_inv,
+                  const float* v_scale_inv, const __grid_constant__ Arguments a, int* ticket, unsigned short* out,
+                  float* m, float* inv) {
+    extern __shared__ __align__(1024) unsigned char memory[];
+    Shared& shared = *reinterpret_cast<Shared*>(memory);
+    if (threadIdx.x == 0) {
+        for (Mailbox& box : shared.q_box) box.init(1, 4 * kConsumers);
+        for (Mailbox& box : shared.k_box) box.init(1, 4 * kConsumers);
+        for (Mailbox& box : shared.v_box) box.init(1, 4 * kConsumers);
+        for (Mailbox& box : shared.tile_box) box.init(1, 4 * kConsumers);
+        fence_mbarrier_init();
+    }
+    for (int n = threadIdx.x; n < STAGES * (8 * 32); n += 128 * (kConsumers + 1))
+        reinterpret_cast<unsigned*>(shared.v[n / (8 * 32)].ones)[n % (8 * 32)] = kOnes;
+    fence_proxy_async();
+    __syncthreads();
+    wait_for_grid_before();
+
+    const int warpgroup = __shfl_sync(0xFFFFFFFF, threadIdx.x / 128, 0);
+    if (warpgroup == kConsumers) {
+        setmaxnreg_dec<32>();
+        if (threadIdx.x == 128 * kConsumers) produce(shared, &q, &k, &v, a, ticket);
+    } else {
+        setmaxnreg_inc<160>();
+        const float of_scores = __fmul_rn(a.c, __fmul_rn(__ldg(q_scale_inv), __ldg(k_scale_inv)));
+        consume(shared, a, of_scores, __ldg(v_scale_inv), out, m, inv, warpgroup);
+    }
+}
+
+// No ticket has been taken.
+extern "C" __global__ void attention_fp8_ticket(int* ticket) {
+    let_next_grid_start();
+    *ticket = 0;
+}

@@ -1,0 +1,270 @@
+// What the attention kernels share: their arguments, tiles in shared memory, the mask, dropout.
+//
+// Operands are [rows][d] tiles in shared memory: chunks of 64 values of d, each [rows][128 bytes], swizzled by 128
+// bytes, as the copy engine leaves them. A chunk serves as a K-major operand (the GEMM runs over d) and as an
+// MN-major one (it runs over rows). What lies outside a tensor arrives as zeros.
+//
+// Arithmetic: reference/ops/attentions/attention.py and attention_backward.py.
+//
+// Defines: BIAS (0 | 1, 0 where it is not defined): whether scores have a bias (attention_bias.cuh). SINK (the same):
+// whether heads have a sink. LENGTHS (the same): whether entries of the batch have lengths
+// (reference/ops/attentions/attention_lengths.py). PACKED (the same): whether they lie one after the other in tensors
+// [tokens, heads, d] (reference/ops/attentions/attention_packed.py); then LENGTHS is 1.
+#pragma once
+
+#ifndef BIAS
+#define BIAS 0
+#endif
+#ifndef SINK
+#define SINK 0
+#endif
+#ifndef LENGTHS
+#define LENGTHS 0
+#endif
+#ifndef PACKED
+#define PACKED 0
+#endif
+
+#include "common/elementary.cuh"
+#include "common/mailbox.cuh"
+#include "common/philox.cuh"
+#include "ptx/barrier.cuh"
+#include "ptx/cvt.cuh"
+#include "ptx/fence.cuh"
+#include "ptx/setmaxnreg.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/wgmma_registers.cuh"
+#include "common/transpose.cuh"
+
+namespace twin {
+
+constexpr int kTileRows = 128;                                     // queries, or keys, of a block
+constexpr int kWarpgroups = 2;                                     // of the backward, with 64 rows each
+#define TWIN_HIDDEN __int_as_float(static_cast<int>(0xFF800000u))  // the score of a hidden pair, -inf
+constexpr float kLowest = -1.2676506002282294e30f;                 // -2^100
+
+// The fields of optimized/ops/attentions/attention.py's structured array, in its order.
+struct Arguments {
+    const unsigned long long* rng_state;
+    const unsigned char* mask;
+    long long mask_b, mask_h, mask_i, mask_j;  // strides, 0 where the mask is broadcast
+    long long out_b, out_h, out_s;             // strides of the tensor(s) written, in elements
+    int batches, heads, group, sq, skv, d;
+    int together;        // heads that the kernels take at a time
+    int lower, upper;    // query i sees key j if i + lower <= j <= i + upper; -2^30 and 2^30 are no limits; see Limits
+    unsigned threshold;  // of dropout
+    float c, kept, scale;
+#if BIAS
+    const void* bias;                  // null for ALiBi
+    const float* slopes;               // of ALiBi
+    long long bias_b, bias_h, bias_i;  // strides of the bias, in elements; a row's elements are neighbours
+    long long slope_b;
+    int bias_is_fp32, diagonal;  // ALiBi's bias is 0 where key = query + diagonal
+#endif
+#if SINK
+    const float* sinks;  // [heads]
+#endif
+#if LENGTHS
+    const int *q_lengths, *kv_lengths;  // [batches]; null: all of sq, all of skv
+    int ends_align;  // whether the diagonal ends at an entry's last query and key, not starts at (0, 0)
+#endif
+#if PACKED
+    int q_rows, kv_rows;              // of the tensors
+    const int *q_starts, *kv_starts;  // [batches]: an entry's first rows; sq and skv are the longest entries'
+#endif
+};
+
+// The queries and keys that an entry of the batch has, and which of them see each other; a part of Arguments, or what
+// lengths leave of it.
+#if LENGTHS
+struct Limits {
+    int sq, skv, lower, upper;
+#if BIAS
+    int diagonal;
+#endif
+#if PACKED
+    int q_start, kv_start;
+#endif
+};
+
+__device__ __forceinline__ Limits limits_of(const Arguments& a, int batch) {
+#if PACKED
+    const int q_start = min(max(__ldg(a.q_starts + batch), 0), a.q_rows);
+    const int kv_start = min(max(__ldg(a.kv_starts + batch), 0), a.kv_rows);
+    const int sq = min(min(max(__ldg(a.q_lengths + batch), 0), a.sq), a.q_rows - q_start);
+    const int skv = min(min(max(__ldg(a.kv_lengths + batch), 0), a.skv), a.kv_rows - kv_start);
+#else
+    const int sq = a.q_lengths == nullptr ? a.sq : min(max(__ldg(a.q_lengths + batch), 0), a.sq);
+    const int skv = a.kv_lengths == nullptr ? a.skv : min(max(__ldg(a.kv_lengths + batch), 0), a.skv);
+#endif
+    const int shift = a.ends_align ? skv - sq : 0;
+#if PACKED && BIAS
+    return {sq, skv, a.lower + shift, a.upper + shift, shift, q_start, kv_start};
+#elif PACKED
+    return {sq, skv, a.lower + shift, a.upper + shift, q_start, kv_start};
+#elif BIAS
+    return {sq, skv, a.lower + shift, a.upper + shift, shift};
+#else
+    return {sq, skv, a.lower + shift, a.upper + shift};
+#endif
+}
+#else
+using Limits = Arguments;
+
+__device__ __forceinline__ const Limits& limits_of(const Arguments& a, int) { return a; }
+#endif
+
+// The rows of a tensor at which an entry's queries and keys begin, and up to which results are written.
+#if PACKED
+__device__ __forceinline__ int q_start(const Limits& limits) { return limits.q_start; }
+__device__ __forceinline__ int kv_start(const Limits& limits) { return limits.kv_start; }
+__device__ __forceinline__ int q_written(const Arguments&, const Limits& limits) { return limits.sq; }
+__device__ __forceinline__ int kv_written(const Arguments&, const Limits& limits) { return limits.skv; }
+#else
+template <class Of>
+__device__ __forceinline__ int q_start(const Of&) {
+    return 0;
+}
+template <class Of>
+__device__ __forceinline__ int kv_start(const Of&) {
+    return 0;
+}
+template <class Of>
+__device__ __forceinline__ int q_written(const Arguments& a, const Of&) {
+    return a.sq;
+}
+template <class Of>
+__device__ __forceinline__ int kv_written(const Arguments& a, const Of&) {
+    return a.skv;
+}
+#endif
+
+// What a weight's exponent has of a score, which `add_bias` of attention_bias.cuh has multiplied where there is a bias.
+__device__ __forceinline__ float factor(const Arguments& a) { return BIAS ? 1.0f : a.c; }
+
+// A head's [sequence, d] matrix: 64 values of d from `x`, and as many rows as the map's box, from `row`. Of packed entries
+// it brings rows of the next one, too: `clear_rows`.
+__device__ __forceinline__ void load_chunk(unsigned destination, const CUtensorMap* map, unsigned full, int x, int row,
+                                           int head, int batch) {
+    tma_load_5d(destination, map, full, x, row, head, PACKED ? 0 : batch, 0);
+}
+
+#if PACKED
+
+// Rows of a tile from `from` on, up to `count`, become zeros, because 0 times the next entry's NaN or infinity is NaN. By
+// one warpgroup, before it reads them; if another one reads them, it does the same.
+template <int kChunks>
+__device__ __forceinline__ void clear_rows(unsigned char* tile, int chunk_bytes, int from, int count, int warpgroup) {
+#pragma unroll 1
+    for (int at = from * 128 + threadIdx.x % 128 * 16; at < count * 128; at += 128 * 16) {
+#pragma unroll
+        for (int c = 0; c < kChunks; c++)
+            *reinterpret_cast<uint4*>(tile + c * chunk_bytes + at) = make_uint4(0, 0, 0, 0);
+    }
+    fence_proxy_async();
+    barrier_sync<128>(1 + warpgroup);
+}
+
+#endif
+
+// Descriptors. A row is 128 bytes, so 16 values of d are 2 units of 16 bytes, and 16 rows are 128 units.
+__device__ __forceinline__ unsigned long long along_d(unsigned tile, int chunk_bytes, int step) {
+    return wgmma_descriptor(tile + step / 4 * chunk_bytes, chunk_bytes, 1024) + step % 4 * 2;
+}
+
+__device__ __forceinline__ unsigned long long along_rows(unsigned tile, int chunk_bytes, int step) {
+    return wgmma_descriptor(tile, chunk_bytes, 1024) + step * 128;
+}
+
+// Two neighbouring values of one row as a word.
+template <class T>
+__device__ __forceinline__ unsigned pack_pair(float low, float high) {
+    if constexpr (same_type<T, BF16>) return cvt_bf16x2(low, high);
+    return cvt_f16x2(low, high);
+}
+
+// Accumulators of 16 columns as an A operand.
+template <class T, int kCount>
+__device__ __forceinline__ void pack_operand(unsigned (&a)[4], const float (&d)[kCount], int step) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) a[i] = pack_pair<T>(d[8 * step + 2 * i], d[8 * step + 2 * i + 1]);
+}
+
+// out[row of this lane and the one 8 below, columns] = round(acc * scale), of accumulators 4 t + 2 r + e. Four lanes
+// trade, so that each stores 16 bytes of a row instead of 4. `rows`, `channels`: how many there are from here on.
+template <int kCount>
+__device__ __forceinline__ void store_rows(const float (&acc)[kCount], float low_scale, float high_scale,
+                                           unsigned short* out, long long stride, int rows, int channels) {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        const float scale = r == 0 ? low_scale : high_scale;
+#pragma unroll
+        for (int t = 0; t < kCount / 4; t += 4) {
+            unsigned words[4];
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                words[i] = pack_pair<FORMAT>(__fmul_rn(acc[4 * (t + i) + 2 * r], scale),
+                                             __fmul_rn(acc[4 * (t + i) + 2 * r + 1], scale));
+            transpose_lanes<1>(words[0], words[1], words[2], words[3]);
+            const int column = 8 * (t + threadIdx.x % 4);
+            if (8 * r < rows && column < channels)
+                *reinterpret_cast<uint4*>(out + 8 * r * stride + column) =
+                    make_uint4(words[0], words[1], words[2], words[3]);
+        }
+    }
+}
+
+// A query sees keys from this one, which may be negative, ...
+__device__ __forceinline__ int key_from(const Limits& a, int query) { return query + a.lower; }
+
+// ... up to this one, not included.
+__device__ __forceinline__ int key_limit(const Limits& a, int query) { return min(a.skv, query + a.upper + 1); }
+
+// Whether a query does not see a key, or there is no such key. One comparison for both limits: below `lower` wraps.
+__device__ __forceinline__ bool unseen(const Limits& a, int query, int key) {
+    const unsigned lower = static_cast<unsigned>(a.lower);
+    return key >= a.skv || static_cast<unsigned>(key - query) - lower > static_cast<unsigned>(a.upper) - lower;
+}
+
+// Blocks of 128 rows, or rows: from one up to the other, not included.
+struct Range {
+    int from, to;
+
+    __device__ __forceinline__ bool any() const { return from < to; }
+};
+
+// Key blocks that the block of queries from `first` on visits.
+__device__ __forceinline__ Range visited(const Limits& a, int first) {
+    if (LENGTHS && first >= a.sq) return {0, 0};
+    const int from = max(key_from(a, first), 0), limit = key_limit(a, min(first + kTileRows, a.sq) - 1);
+    return {from / kTileRows, from < limit ? (limit + kTileRows - 1) / kTileRows : 0};
+}
+
+// Queries whose blocks visit the block of keys from `first` on.
+__device__ __forceinline__ Range visitors(const Limits& a, int first) {
+    if (LENGTHS && first >= a.skv) return {0, 0};
+    const int from = first - a.upper, limit = min(first + kTileRows, a.skv) - a.lower;
+    return {from >= a.sq ? a.sq : max(from, 0) & -kTileRows, min(a.sq, (max(limit, 0) + kTileRows - 1) & -kTileRows)};
+}
+
+// The mask's entry for a pair that exists; true where it is hidden.
+__device__ __forceinline__ bool masked(const Arguments& a, const unsigned char* mask, int query, int key) {
+    return __ldg(mask + query * a.mask_i + key * a.mask_j) != 0;
+}
+
+__device__ __forceinline__ const unsigned char* head_mask(const Arguments& a, int batch, int head) {
+    return a.mask == nullptr ? nullptr : a.mask + batch * a.mask_b + head * a.mask_h;
+}
+
+// 2^x where t = x + 384 has been rounded to a multiple of 2^-15 (as adding 384 does).
+__device__ __forceinline__ float weight(float score, float c, float base) {
+    return ex2_approx(__fmaf_rn(score, c, base) - kGrid15);
+}
+
+// Philox index of the 16 x 16 pairs at (tile_i, tile_j) of a head, for lane 0 of the forward's layout.
+__device__ __forceinline__ unsigned long long tile_counter(const Arguments& a, int head, int tile_i, int tile_j) {
+    const unsigned long long tiles_i = (a.sq + 15) / 16, tiles_j = (a.skv + 15) / 16;
+    return ((head * tiles_i + tile_i) * tiles_j + tile_j) * 32;
+}
+
+}  // namespace twin

@@ -1,0 +1,81 @@
+// out = round(round(keep ? round(x + bias) scale : 0) + residual), element by element; each part may be absent.
+// `backward`: what is dropped is |x| 0, NaN where x, a gradient, is not finite.
+//
+// Definition, the mask included: reference/ops/random/dropout.py. x, residual, out [rows, hidden], bias [hidden], of one type.
+// A thread takes 8 consecutive elements, which share one Philox counter.
+//
+// `advance` adds 1 to a generator's offset; it is launched after the kernel that has read the state.
+//
+// Defines: WIDE (0 fp32, 1 bf16, 2 fp16).
+#include "common/philox.cuh"
+#include "common/wide.cuh"
+#include "common/wide_store.cuh"
+
+using namespace twin;
+
+constexpr int kElements = 8;
+
+struct Values {
+    float value[kElements];
+};
+
+// Elements from `at` on; those from `end` on read as zero. `whole`: all eight exist, at an aligned address.
+__device__ __forceinline__ Values load(const wide_t* x, long long at, long long end, bool whole) {
+    const Eight loaded = whole ? load8(x + at) : load_elements<kElements>(x + at, end - at);
+    Values eight;
+#pragma unroll
+    for (int i = 0; i < kElements; i++) eight.value[i] = widen(loaded, i);
+    return eight;
+}
+
+__device__ __forceinline__ void store(wide_t* out, const Values& eight, long long at, long long end, bool whole) {
+    if (whole)
+        store_eight(out + at, eight.value);
+    else
+        store_elements(out + at, eight.value, end - at);
+}
+
+// `aligned`: every pointer is at a multiple of 16 bytes. The bias is loaded whole if hidden % 8 == 0 as well.
+extern "C" __global__ void __launch_bounds__(256)
+    bias_dropout_add(const wide_t* x, const wide_t* bias, const wide_t* residual, wide_t* out, long long count,
+                     int hidden, unsigned threshold, float scale, const unsigned long long* rng_state, int aligned,
+                     int backward) {
+    const long long at = (static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x) * kElements;
+    if (at >= count) return;
+    const bool whole = aligned && at + kElements <= count;
+    Values t = load(x, at, count, whole);
+    Values other{};
+    if (residual != nullptr) other = load(residual, at, count, whole);
+    if (bias != nullptr) {
+        // A 32-bit remainder where it suffices: the 64-bit one is a subroutine.
+        int column = count >> 32 ? static_cast<int>(at % hidden) : static_cast<int>(static_cast<unsigned>(at) % hidden);
+        if (whole && hidden % kElements == 0) {
+            const Values b = load(bias, column, hidden, true);
+#pragma unroll
+            for (int i = 0; i < kElements; i++) t.value[i] = widen(narrow(t.value[i] + b.value[i]));
+        } else {
+#pragma unroll
+            for (int i = 0; i < kElements; i++) {
+                t.value[i] = widen(narrow(t.value[i] + widen(bias[column])));
+                column = column + 1 == hidden ? 0 : column + 1;
+            }
+        }
+    }
+    if (threshold > 0) {
+        unsigned words[4];
+        philox(words, read_state(rng_state), at / kElements);
+#pragma unroll
+        for (int i = 0; i < kElements; i++) {
+            const float scaled = widen(narrow(__fmul_rn(t.value[i], scale)));
+            const float nothing = backward ? __fmul_rn(fabsf(t.value[i]), 0.0f) : 0.0f;
+            t.value[i] = kept(words[i / 2], i % 2, threshold) ? scaled : nothing;
+        }
+    }
+    if (residual != nullptr) {
+#pragma unroll
+        for (int i = 0; i < kElements; i++) t.value[i] = t.value[i] + other.value[i];
+    }
+    store(out, t, at, count, whole);
+}
+
+extern "C" __global__ void advance(unsigned long long* rng_state) { rng_state[1] += 1; }

@@ -1,0 +1,166 @@
+"""`twin::activation` and its relatives on the GPU. kernels/activations/activation.cu computes activations and their
+derivatives, kernels/activations/activation_cast_transpose.cu also casts them to FP8, and the kernel `total` of
+kernels/casts/dbias.cu finishes dbias. Semantics: `reference.ops.activations.activation`.
+"""
+
+import itertools
+from functools import cache
+
+import numpy as np
+import torch
+
+from optimized.cuda import launch
+from optimized.ops.casts.amax import WIDE, aligned, pointer
+from optimized.ops.casts.cast import FP8, scaling_pointers
+from optimized.ops.casts.cast_transpose import tile_grid
+from optimized.ops.casts.dbias import add_blocks, new_partial
+from reference.numbers.elementary import alpha_log2e
+from reference.ops.activations.activation import (
+    CLAMPED,
+    KINDS,
+    RECORDED,
+    activation_backward_outputs,
+    activation_outputs,
+    backward_cast_outputs,
+    clamp_of,
+    forward_cast_outputs,
+    is_gated,
+    width,
+)
+from reference.ops.casts.cast import Scaling
+from reference.ops.casts.cast_transpose import Four, Three
+from reference.ops.library import on_cuda
+
+# The macro of kernels/activations/activation.cuh.
+KIND = {"gelu": 0, "geglu": 1, "relu": 2, "silu": 3, "swiglu": 4}
+KIND |= {"reglu": 5, "srelu": 6, "sreglu": 7, "qgelu": 8, "qgeglu": 9, "glu": 10, CLAMPED: 11}
+_THREADS = 128
+_ROWS = 4  # that a block of kernels/activations/activation.cu computes
+# A tile of kernels/activations/activation_cast_transpose.cu has 64 rows of 256 bytes, and 64 bytes of padding after
+# each 16 rows.
+_TILE_ROWS, _ROW_BYTES = 64, 256
+_TILE_BYTES = _TILE_ROWS * _ROW_BYTES + 4 * 64
+# Percent of a multiprocessor's 228 KB: 164 KB of shared memory. What is read passes through L1, and 60 KB would starve
+# it.
+_CARVEOUT = 70
+_BLOCKS = {
+    1: 6,
+    2: 4,
+    3: 3,
+}  # that a multiprocessor should hold, by the matrices that are read (docs/log/activation.md)
+
+
+def macros(kind: str) -> dict[str, int | str]:
+    """The macros of kernels/activations/activation.cuh by which a kind is compiled, with its parameters if it has
+    any."""
+    clamp = clamp_of(kind)
+    if clamp is None:
+        return {"KIND": KIND[kind]}
+    limit, alpha, offset = clamp
+    words: dict[str, float | np.float32] = {
+        "LIMIT": limit,
+        "ALPHA": alpha,
+        "ALPHA_LOG2E": alpha_log2e(alpha),
+        "OFFSET": offset,
+    }
+    literals = {name: f"{float(np.float32(value)).hex()}f" for name, value in words.items()}
+    return {"KIND": KIND[CLAMPED], **literals}
+
+
+@cache
+def _plain(name: str, kind: str, x: torch.dtype, vector: int) -> launch.Kernel:
+    return launch.function("activation", name, {**macros(kind), "WIDE": WIDE[x], "VECTOR": vector})
+
+
+@cache
+def _casting(kind: str, x: torch.dtype, q: torch.dtype, backward: bool) -> launch.Kernel:
+    name, matrices = "activation_cast_transpose", (2 if is_gated(kind) else 1) + backward
+    defines = {**macros(kind), "WIDE": WIDE[x], "FP8": FP8[q], "BACKWARD": int(backward)}
+    return launch.function(name, name, {**defines, "BLOCKS": _BLOCKS[matrices]}, matrices * _TILE_BYTES, _CARVEOUT)
+
+
+_MORE = KINDS[len(RECORDED) :]
+# What the CPU suite compiles: of the kinds that differ from others in one function only, no fp32 and fp16 but of glu.
+_CHOICES = [*itertools.product(RECORDED, WIDE), *itertools.product(_MORE, [torch.bfloat16])]
+_CHOICES += [("glu", torch.float16), ("glu", torch.float32)]
+CONFIGURATIONS = [
+    *(_plain("forward_kernel", *choice, vector).configuration for choice in _CHOICES for vector in (0, 1)),
+    *(_casting(*x, *cast).configuration for x in _CHOICES for cast in itertools.product(FP8, (False, True))),
+]
+
+
+def _run(name: str, kind: str, tensors: tuple[torch.Tensor, ...], rows: int, cols: int) -> None:
+    """Launch a kernel of activation.cu; y has `rows` and `cols`, and the last tensor is the kernel's output."""
+    if rows * cols == 0:
+        return
+    out = tensors[-1]
+    size = out.element_size()
+    vector = int(cols * size % 16 == 0 and all(tensor.data_ptr() % 16 == 0 for tensor in tensors))
+    tile_cols = _THREADS * (16 // size if vector else 1)
+    grid = (-(-rows // _ROWS) * -(-cols // tile_cols),)
+    args = [*(tensor.data_ptr() for tensor in tensors), np.int32(rows), np.int32(cols)]
+    launch.launch(_plain(name, kind, out.dtype, vector), grid, (_THREADS,), args, device=out.device.index)
+
+
+@on_cuda
+def activation(x: torch.Tensor, kind: str) -> torch.Tensor:
+    """`x` `[rows, n]` -> y `[rows, m]` of x's dtype: fp32, bf16 or fp16."""
+    y = activation_outputs(x, kind)
+    _run("forward_kernel", kind, (x, y), *y.shape)
+    return y
+
+
+@on_cuda
+def activation_backward(grad: torch.Tensor, x: torch.Tensor, kind: str) -> torch.Tensor:
+    """`grad` `[rows, m]`, `x` `[rows, n]` of one dtype -> dx `[rows, n]` of that dtype."""
+    dx = activation_backward_outputs(grad, x, kind)
+    _run("backward_kernel", kind, (grad, x, dx), *grad.shape)
+    return dx
+
+
+def run_cast(
+    out: Three, kind: str, grad: torch.Tensor | None, x: torch.Tensor, partial: torch.Tensor | None, *scaling: *Scaling
+) -> None:
+    """Launch activation_cast_transpose.cu on checked arguments: forward, or backward where there is a `grad`.
+
+    It writes q, q_t and scale_inv to `out`, and sums over rows to `partial`.
+    """
+    x, grad = aligned(x), aligned(grad)
+    rows, m = x.shape[0], width(kind, x.shape[1])
+    scale, amax_history, column, dtype = scaling
+    inputs = (pointer(grad), x.data_ptr(), *scaling_pointers(scale, amax_history, column))
+    results = (out[0].data_ptr(), out[1].data_ptr(), out[2].data_ptr(), pointer(partial))
+    args = (*inputs, *results, np.int32(rows), np.int32(m))
+    kernel = _casting(kind, x.dtype, dtype, grad is not None)
+    tile_cols = _ROW_BYTES // x.element_size()
+    grid = tile_grid(-(-m // tile_cols), -(-rows // _TILE_ROWS))
+    launch.launch(kernel, grid, (tile_cols,), args, kernel.max_dynamic_smem, device=x.device.index)
+
+
+@on_cuda
+def activation_cast_transpose(x: torch.Tensor, kind: str, *scaling: *Scaling) -> Three:
+    """`x` `[rows, n]` -> (q `[rows, m]`, q_t `[m, ceil16(rows)]` of `dtype`, scale_inv fp32 `[1]`)."""
+    out = forward_cast_outputs(x, kind, *scaling)
+    run_cast(out, kind, None, x, None, *scaling)
+    return out
+
+
+@on_cuda
+def activation_backward_cast_transpose_dbias(
+    grad: torch.Tensor, x: torch.Tensor, kind: str, *scaling: *Scaling
+) -> Four:
+    """`grad` `[rows, m]`, `x` `[rows, n]` -> (q `[rows, n]`, q_t `[n, ceil16(rows)]`, scale_inv, dbias `[n]`).
+
+    q and q_t are of `dtype`, scale_inv fp32 `[1]`, dbias of x's dtype.
+    """
+    out = backward_cast_outputs(grad, x, kind, *scaling)
+    run_backward_cast(out, kind, grad, x, *scaling)
+    return out
+
+
+def run_backward_cast(out: Four, kind: str, grad: torch.Tensor, x: torch.Tensor, *scaling: *Scaling) -> None:
+    """`activation_backward_cast_transpose_dbias` on checked arguments, into `out`."""
+    partial = new_partial(x)
+    q, q_t, scale_inv, dbias = out
+    run_cast((q, q_t, scale_inv), kind, grad, x, partial, *scaling)
+    add_blocks(partial, dbias)

@@ -1,0 +1,1 @@
+"""Attention over heads, forward and backward, with softmax, bias, sinks and rotation: on the GPU."""

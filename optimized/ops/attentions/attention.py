@@ -1,0 +1,272 @@
+"""`twin::attention` on the GPU: kernels/attentions/attention.cu, for wide heads attention_wide.cu.
+
+Semantics: `reference.ops.attentions.attention`.
+"""
+
+import functools
+import itertools
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from optimized.cuda import launch
+from optimized.cuda.tensor_map import TensorMap, encode
+from optimized.ops.random.dropout import advance
+from reference.ops.attentions.attention import BLOCK, LOWEST, NO_LIMIT, factor, limits, outputs
+from reference.ops.attentions.attention_bias import diagonal
+from reference.ops.attentions.attention_lengths import without_lengths
+from reference.ops.attentions.attention_options import Options
+from reference.ops.attentions.attention_packed import batch_of, by_heads
+from reference.ops.library import on_cuda
+from reference.ops.random.dropout import keep_scale, threshold
+
+FORMATS = {torch.bfloat16: "BF16", torch.float16: "FP16"}
+WIDE = 256  # the head dimension that takes attention_wide.cu
+SLACK = 1024  # bytes of shared memory after the tiles: barriers, and what the alignment of the structure adds
+L2 = 32 << 20  # bytes of tensors that stay in the H100's 50 MiB of L2
+MAX_GRID_Y = 65535
+
+# struct Arguments of kernels/attentions/attention_tile.cuh.
+_INTS = ("batches", "heads", "group", "sq", "skv", "d", "together", "lower", "upper", "threshold")
+ARGUMENTS = np.dtype(
+    [("rng_state", "u8"), ("mask", "u8"), ("mask_strides", "i8", 4), ("out_strides", "i8", 3)]
+    + [(name, "i4") for name in _INTS]
+    + [(name, "f4") for name in ("c", "kept", "scale")],
+    align=True,
+)
+# What follows where BIAS, SINK, LENGTHS or PACKED is 1.
+_BIAS = [("bias", "u8"), ("slopes", "u8"), ("bias_strides", "i8", 3), ("slope_b", "i8")]
+_BIAS += [("bias_is_fp32", "i4"), ("diagonal", "i4")]
+_SINK = [("sinks", "u8")]
+_LENGTHS = [("q_lengths", "u8"), ("kv_lengths", "u8"), ("ends_align", "i4")]
+_PACKED = [("q_rows", "i4"), ("kv_rows", "i4"), ("q_starts", "u8"), ("kv_starts", "u8")]
+
+
+CAPACITIES = (64, 128, 256)  # head dimensions that kernels are compiled for
+
+
+def capacity(d: int) -> int:
+    """The least of `CAPACITIES` that holds heads of `d` channels."""
+    return 64 if d <= 64 else 128 if d <= 128 else 256
+
+
+def defines(dtype: torch.dtype, d: int, dropout: bool, **more: int) -> dict[str, Any]:
+    """The macros of both kernels for a head dimension of `CAPACITIES`; `more` are those of one kernel alone."""
+    sizes = {"D_CHUNKS": d // 64, "N_OUT": min(d, 128), "STAGES": 1 if d == 256 else 2}
+    return {"FORMAT": FORMATS[dtype], "DROPOUT": int(dropout), **more, **sizes}
+
+
+@functools.cache
+def argument_type(biased: bool, sunk: bool, lengths: bool, packed: bool = False) -> np.dtype:
+    """The type of struct Arguments with these macros."""
+    more = _BIAS * biased + _SINK * sunk + _LENGTHS * lengths + _PACKED * packed
+    return np.dtype([(name, ARGUMENTS[name]) for name in ARGUMENTS.names or ()] + more, align=True)
+
+
+def option_macros(biased: bool, lengths: bool, sunk: bool = False, packed: bool = False) -> dict[str, int]:
+    """The macros of kernels that add a bias, have sinks, or whose entries of a batch have lengths, or are packed."""
+    given = (("BIAS", biased), ("SINK", sunk), ("LENGTHS", lengths), ("PACKED", packed))
+    return {name: 1 for name, has in given if has}
+
+
+class Entries(NamedTuple):
+    """Whether entries of a batch have lengths, and lie one after the other."""
+
+    lengths: bool
+    packed: bool = False
+
+    @staticmethod
+    def of(options: Options) -> "Entries":
+        """Those of a call."""
+        return Entries(options.has_lengths, options.packed)
+
+
+ENTRIES = (Entries(False), Entries(True), Entries(True, True))
+
+
+def queries_of(d: int) -> int:
+    """Queries of a tile, 64 for each consumer warpgroup, for one of `CAPACITIES`."""
+    return 128 if d == WIDE else 192
+
+
+@functools.cache
+def _kernels(
+    dtype: torch.dtype, d: int, dropout: bool, biased: bool, sunk: bool, entries: Entries, cluster: int = 1
+) -> tuple[launch.Kernel, launch.Kernel]:
+    more = option_macros(biased, entries.lengths, sunk, entries.packed)
+    if d == WIDE:
+        file, rows = "attention_wide", 4 * BLOCK + 5 * 4 * 64  # of 64 channels: queries, the ring's five parts
+        macros: dict[str, Any] = {"FORMAT": FORMATS[dtype], "CLUSTER": cluster, "DROPOUT": int(dropout), **more}
+    else:
+        file, macros = "attention", defines(dtype, d, dropout, Q_STAGES=2, **more)
+        rows = macros["D_CHUNKS"] * (2 * queries_of(d) + 4 * BLOCK)
+    kernel = launch.function(file, "attention", macros, rows * 128 + SLACK)
+    return kernel, launch.function(file, "attention_ticket", macros)
+
+
+EITHER = (False, True)
+CONFIGURATIONS = [
+    _kernels(*case, *more, entries, cluster)[0].configuration
+    for entries in ENTRIES
+    for more in ((False, False), (True, False), (False, True))
+    for case in itertools.product(FORMATS, CAPACITIES, EITHER)
+    if not (entries.lengths and case[1] == WIDE)
+    for cluster in ((1, 2) if case[1] == WIDE else (1,))
+]
+
+_gaps = launch.function("attention_gaps", "attention_gaps", {"FORMAT": "BF16", "LENGTHS": 1, "PACKED": 1})
+CONFIGURATIONS.append(_gaps.configuration)
+_GAP_BLOCKS = 32  # that share a gap's rows
+
+
+def is_loadable(x: torch.Tensor) -> bool:
+    """Whether the copy engine can read `x` `[b, h, s, d]`: its rows do not repeat and are 16-byte aligned."""
+    steps = [stride * x.element_size() for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True) if size > 1]
+    return x.data_ptr() % 16 == 0 and all(step > 0 and step % 16 == 0 for step in steps)
+
+
+def loadable(x: torch.Tensor) -> torch.Tensor:
+    """`x` `[b, h, s, d]`, or a copy where the copy engine cannot read it."""
+    return x if is_loadable(x) else x.clone(memory_format=torch.contiguous_format)
+
+
+def tensor_map(x: torch.Tensor, rows: int) -> TensorMap:
+    """The tensor map of a `loadable` `x` `[b, h, s, d]`; a box has `rows` rows and 128 bytes of columns of one head."""
+    b, h, s, d = x.shape
+    size = x.element_size()
+    # The stride of a dimension of one element means nothing, and torch may report any number.
+    steps = (x.stride(n) * size if x.shape[n] > 1 else 16 for n in (2, 1, 0))
+    return encode(x.data_ptr(), x.dtype, (d, s, h, b, 1), (*steps, 16), (128 // size, rows, 1, 1, 1), 128, 256)
+
+
+def arguments(q: torch.Tensor, k: torch.Tensor, out: torch.Tensor, options: Options) -> np.ndarray:
+    """The kernels' struct Arguments; `out` is the tensor that they write, or one with its strides and channels.
+
+    All three are `[b, h, s, d]`; of packed sequences they have b = 1 and all tokens.
+    """
+    (b, h, heads, sq, skv), d = shape_of(q, k, options), out.shape[3]
+    o, lengths, packed = options, options.has_lengths, options.packed
+    a = np.zeros((), argument_type(o.biased, o.sinks is not None, lengths, packed))
+    if packed:
+        a["q_rows"], a["kv_rows"] = q.shape[2], k.shape[2]
+        a["q_starts"], a["kv_starts"] = (0 if x is None else x.data_ptr() for x in (o.q_starts, o.kv_starts))
+    if o.sinks is not None:
+        a["sinks"] = o.sinks.data_ptr()
+    if o.bias is not None:
+        a["bias"], a["bias_is_fp32"] = o.bias.data_ptr(), o.bias.dtype == torch.float32
+        a["bias_strides"] = o.bias.expand(b, h, sq, skv).stride()[:3]
+    if o.slopes is not None:
+        a["slopes"], a["slope_b"] = o.slopes.data_ptr(), o.slopes.shape[-1] if o.slopes.dim() == 2 else 0
+        a["diagonal"] = diagonal(o.mask_type, sq, skv)
+    if threshold(o.dropout):
+        assert o.rng_state is not None
+        a["rng_state"] = o.rng_state.data_ptr()
+    if o.mask is not None:
+        a["mask"] = o.mask.data_ptr()
+        a["mask_strides"] = o.mask.expand(b, h, sq, skv).stride()
+    a["out_strides"] = (0, *out.stride()[1:3]) if packed else out.stride()[:3]
+    a["batches"], a["heads"], a["group"], a["sq"], a["skv"], a["d"] = b, h, h // heads, sq, skv, d
+    channels = capacity(max(d, k.shape[3]))
+    a["together"] = max(1, L2 // (4 * skv * channels)) * a["group"]  # heads whose keys and values fit
+    if lengths:
+        a["q_lengths"], a["kv_lengths"] = (0 if x is None else x.data_ptr() for x in (o.q_lengths, o.kv_lengths))
+        a["ends_align"], sq, skv = o.mask_type != "causal", 0, 0  # kernels add the difference
+    a["lower"], a["upper"] = limits(o.mask_type, o.left, o.right, sq, skv)
+    a["threshold"] = threshold(o.dropout)
+    a["c"], a["kept"], a["scale"] = factor(o.scale), keep_scale(o.dropout), o.scale
+    return a
+
+
+def widest(q: torch.Tensor, v: torch.Tensor) -> int:
+    """The `capacity` for heads of q and k, and of v. The copy engine fills what a head lacks with zeros.
+
+    A step of the tensor core over zeros changes no bit, and what they multiply is not stored.
+    """
+    return capacity(max(q.shape[3], v.shape[3]))
+
+
+def shape_of(q: torch.Tensor, k: torch.Tensor, options: Options) -> tuple[int, int, int, int, int]:
+    """b, h, hkv, sq and skv of q and k `[b, h, s, d]`, which have b = 1 if sequences are packed."""
+    b, h, heads, sq, skv = *q.shape[:2], k.shape[1], q.shape[2], k.shape[2]
+    if options.packed:
+        b, sq, skv = batch_of(options)
+    return b, h, heads, sq, skv
+
+
+def check_grid(op: str, q: torch.Tensor, batch: int | None = None) -> None:
+    """Refuse more heads than a grid has rows; `batch` is q's `[b, h, s, d]` if it is not given."""
+    count = (q.shape[0] if batch is None else batch) * q.shape[1]
+    if count > MAX_GRID_Y:
+        raise ValueError(f"{op}: batch times heads must be at most {MAX_GRID_Y}; got {count}.")
+
+
+def clear_gaps(
+    q: torch.Tensor, k: torch.Tensor, options: Options, written: tuple[torch.Tensor, ...], of_keys: bool
+) -> None:
+    """Zeros in the rows of one or two results, of equal strides and `[1, h, t, d]`, that no packed sequence has."""
+    first, *others = written
+    a = launch.by_value(arguments(q, k, first, options.unbiased()))
+    args = [a, first.data_ptr(), others[0].data_ptr() if others else 0, np.int32(of_keys)]
+    launch.launch(_gaps, (batch_of(options)[0] + 1, _GAP_BLOCKS), (256,), args, device=q.device.index)
+
+
+def readable(options: Options, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Options:
+    """The options with a bias and slopes that the kernels can read: rows of neighbours, or copies.
+
+    For wide heads, whose kernels know no lengths, these become the mask that hides all other pairs (and ALiBi a bias,
+    where its diagonal ends with each entry), which changes no bit.
+    """
+    bias, slopes = options.bias, options.slopes
+    if bias is not None and bias.stride(3) != 1 and bias.numel():
+        options = options._replace(bias=bias.contiguous())
+    if slopes is not None:
+        options = options._replace(slopes=slopes.contiguous())
+    if options.has_lengths and widest(q, v) == WIDE:
+        return without_lengths((*q.shape[:3], k.shape[2]), options)
+    return options
+
+
+@on_cuda
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *given: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """softmax(q kᵀ · scale) v -> (out `[b, h, sq, e]`, m fp32 `[b, h, sq]`, inv fp32 `[b, h, sq]`)."""
+    result, m, inv = outputs(q, k, v, *given)
+    q, k, v, out = by_heads(q), by_heads(k), by_heads(v), by_heads(result)
+    options = readable(Options(*given), q, k, v)
+    dropout, rng_state = options.dropout, options.rng_state
+    b, h, _, sq, skv = shape_of(q, k, options)
+    check_grid("twin::attention", q, b)
+    if out.numel() and k.numel() and sq and skv:
+        inputs = [loadable(x) for x in (q, k, v)]  # copies must live until the launch
+        a = arguments(q, k, out, options)
+        size, index = widest(q, v), q.device.index
+        wide, queries = size == WIDE, queries_of(size)
+        boxes = (64, BLOCK, 64) if wide else (queries, BLOCK, BLOCK)
+        maps = [tensor_map(x, rows).argument for x, rows in zip(inputs, boxes, strict=True)]
+        # Two tiles that visit the same keys share them.
+        cluster = 2 if wide and sq > queries and (a["lower"], a["upper"]) == (-NO_LIMIT, NO_LIMIT) else 1
+        more = (options.biased, options.sinks is not None, Entries.of(options), cluster)
+        kernel, reset = _kernels(q.dtype, size, threshold(dropout) > 0, *more)
+        threads, smem = 2 * queries + 128, kernel.max_dynamic_smem
+        if cluster > 1:
+            at_a_time = launch.clusters_at_once(kernel, cluster, threads, smem, index)
+        else:
+            at_a_time = launch.processors(index)
+        works = -(-sq // (cluster * queries)) * b * h
+        ticket = torch.empty(1, dtype=torch.int32, device=q.device) if works > at_a_time else None
+        if ticket is not None:
+            launch.launch(reset, (1,), (1,), [ticket.data_ptr()], device=index)
+        args = [*maps, launch.by_value(a), 0 if ticket is None else ticket.data_ptr()]
+        args += [out.data_ptr(), m.data_ptr(), inv.data_ptr()]
+        grid, early = (cluster * min(works, at_a_time),), ticket is not None and cluster == 1
+        launch.launch(kernel, grid, (threads,), args, smem, device=index, early=early)
+        if options.packed:
+            clear_gaps(q, k, options, (out,), False)
+    elif m.numel():
+        out.zero_(), m.fill_(float(LOWEST)), inv.zero_()
+    if threshold(dropout):
+        assert rng_state is not None
+        advance(rng_state)
+    return result, m, inv

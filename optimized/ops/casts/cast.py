@@ -1,0 +1,40 @@
+"""`twin::cast` on the GPU: kernels/casts/cast.cu. Semantics: `reference.ops.casts.cast`."""
+
+import itertools
+
+import numpy as np
+import torch
+
+from optimized.cuda import launch
+from optimized.ops.casts.amax import WIDE, aligned, amax_pointer
+from reference.ops.casts.cast import outputs
+from reference.ops.library import on_cuda
+
+FP8 = {torch.float8_e4m3fn: 0, torch.float8_e5m2: 1}  # the macro of kernels/common/quantize.cuh
+
+_THREADS = 512
+_BYTES_PER_BLOCK = _THREADS * 2 * 16
+_kernels = {
+    (x, q): launch.function("cast", "cast", {"WIDE": WIDE[x], "FP8": FP8[q]}) for x, q in itertools.product(WIDE, FP8)
+}
+CONFIGURATIONS = [one.configuration for one in _kernels.values()]
+
+
+def scaling_pointers(scale: torch.Tensor, amax_history: torch.Tensor | None, column: int) -> tuple[int, int]:
+    """Addresses of `scale[column]` and of the staging entry `amax_history[0, column]`; 0 without a history."""
+    return scale.data_ptr() + 4 * column * scale.stride(0), amax_pointer(amax_history, column)
+
+
+@on_cuda
+def cast(
+    x: torch.Tensor, scale: torch.Tensor, amax_history: torch.Tensor | None, column: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`x` `[rows, cols]`, `scale` fp32 `[columns]` -> (q `[rows, cols]` of `dtype`, scale_inv fp32 `[1]`)."""
+    q, scale_inv = outputs(x, scale, amax_history, column, dtype)
+    x = aligned(x)
+    pointers = (x.data_ptr(), *scaling_pointers(scale, amax_history, column), q.data_ptr(), scale_inv.data_ptr())
+    # At least one block: it writes scale_inv.
+    grid = (max(1, -(-x.numel() * x.element_size() // _BYTES_PER_BLOCK)),)
+    args = (*pointers, np.int64(x.numel()))
+    launch.launch(_kernels[x.dtype, dtype], grid, (_THREADS,), args, device=x.device.index)
+    return q, scale_inv

@@ -1,0 +1,151 @@
+"""`twin::gemm_fp8` and `twin::gemm_fp8_accumulate` on the GPU: kernels/gemms/gemm_fp8.cu. Every tile gives the same
+bits.
+
+The definition, with its rounding points: `reference.ops.gemms.gemm_fp8`.
+"""
+
+import functools
+import itertools
+
+import numpy as np
+import torch
+
+from optimized.ops.gemms.gemm_config import FP8, OUTPUTS, TYPES, GemmConfig
+from optimized.ops.gemms.gemm_fp8_split_k import gemm_fp8_split_k, is_faster
+from optimized.ops.gemms.gemm_operands import (
+    UNWRITABLE,
+    bias_arguments,
+    check_devices,
+    loadable,
+    operand_maps,
+    run,
+    tell_once,
+    writable,
+)
+from optimized.ops.gemms.gemm_tile import FP8_TILES, K_BLOCK_BYTES, TILES, Tile, multiprocessors, select_tile
+from reference.ops.gemms.gemm_fp8 import accumulate_outputs, outputs
+from reference.ops.library import on_cuda
+
+
+@functools.lru_cache(maxsize=1024)
+def config(
+    a: torch.dtype, b: torch.dtype, out: torch.dtype, accumulate: str, tile: Tile, n: int, add: bool = False
+) -> GemmConfig:
+    """One configuration of kernels/gemms/gemm_fp8.cu; only n % 32 counts. With `add` it adds to what the output
+    holds."""
+    macros: dict[str, int | str] = {
+        "A_FORMAT": TYPES[a],
+        "B_FORMAT": TYPES[b],
+        "OUT": TYPES[out],
+        "PROMOTION": "Added" if accumulate == "split" else "OneChain",
+        "ACCUMULATE": int(add),
+        **tile.macros("WARPGROUPS", "BLOCK_N", "STAGES", "CLUSTER", "ACROSS", "NARROW"),
+        "RUN": run(n, out, tile.block_n),
+    }
+    return GemmConfig("gemm_fp8", tile, tuple(macros.items()))
+
+
+# The kernel that adds to its output lacks registers in clusters, which help split accumulation little anyway.
+ADDING_TILES = tuple(tile for tile in TILES if tile.cluster == 1)
+
+# What the CPU suite compiles: every tile with both accumulations, and every format and output with one tile.
+_E4M3, _E5M2 = FP8
+_EVERY_TILE = itertools.product([_E4M3], [_E4M3], [torch.bfloat16], ("fast", "split"), FP8_TILES, (16, 32))
+_EVERY_FORMAT = itertools.product([_E5M2], FP8, OUTPUTS, ("fast", "split"), TILES[:1], [32])
+_ADDING = itertools.product([_E5M2], [_E4M3], OUTPUTS, ["split"], ADDING_TILES, (16, 32), [True])
+CONFIGURATIONS = [config(*case).listed for case in (*_EVERY_TILE, *_EVERY_FORMAT, *_ADDING)]
+
+
+@on_cuda
+def gemm_fp8(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    accumulate: str,
+) -> torch.Tensor:
+    """a `[M, K]` and b `[N, K]` float8, scales fp32 `[1]`, bias `[N]` or None -> `[M, N]` of out_dtype."""
+    out = outputs(a, b, a_scale_inv, b_scale_inv, bias, out_dtype, accumulate)
+    check_devices("gemm_fp8", a, b=b, a_scale_inv=a_scale_inv, b_scale_inv=b_scale_inv, bias=bias)
+    return run_gemm(out, a, b, a_scale_inv, b_scale_inv, bias, accumulate)
+
+
+def run_gemm(
+    out: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    bias: torch.Tensor | None,
+    accumulate: str,
+) -> torch.Tensor:
+    """`gemm_fp8` on checked arguments, into `out`, which it returns."""
+    (m, k), n = a.shape, b.shape[0]
+    accumulate, sms = chains(accumulate, k), multiprocessors(a.device.index)
+    if accumulate == "split" and m * n * k > 0 and is_faster(m, n, k, sms):
+        return gemm_fp8_split_k(a, b, a_scale_inv, b_scale_inv, bias, out.dtype, out)
+    tile = select_tile(m, n, k, accumulate == "split", sms, FP8_TILES)
+    return gemm_fp8_tiled(a, b, a_scale_inv, b_scale_inv, bias, out.dtype, accumulate, tile, out)
+
+
+def chains(accumulate: str, k: int) -> str:
+    """The accumulation to run: with a single k-block both are one chain, and "fast" is faster.
+
+    Split accumulation would add that chain to +0. This changes no word, because no step of a tensor core gives -0.
+    """
+    return accumulate if k > K_BLOCK_BYTES else "fast"
+
+
+def gemm_fp8_tiled(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    accumulate: str,
+    tile: Tile,
+    out: torch.Tensor | None = None,
+    add: bool = False,
+    cut: int | None = None,
+) -> torch.Tensor:
+    """`gemm_fp8` with a given tile, one of `gemm_tile.FP8_TILES` or any that fits.
+
+    The arguments are those that `gemm_fp8` accepts; `out`, `add` and `cut` are as in `gemm.gemm_tiled`.
+    """
+    (m, k), n = a.shape, b.shape[0]
+    if out is None:
+        out = torch.empty((m, n), dtype=out_dtype, device=a.device)
+    if m == 0 or n == 0:
+        return out
+    if k == 0:  # the accumulators are +0, and only the epilogue remains
+        zero = torch.zeros((m, n), dtype=torch.float32, device=a.device) * (a_scale_inv * b_scale_inv)
+        zero = zero if bias is None else zero + bias.to(torch.float32)
+        return out.copy_(out.float() + zero if add else zero)
+    bias = loadable(bias)
+    index = a.device.index
+    cut = tile.cut(m, n, multiprocessors(index)) if cut is None else cut
+    maps = operand_maps(a, b, tile, run(n, out_dtype, tile.block_n))
+    pointers = (out.data_ptr(), *bias_arguments(bias), a_scale_inv.data_ptr(), b_scale_inv.data_ptr())
+    args = (maps, *pointers, np.int32(m), np.int32(n), np.int32(k), np.int32(cut))
+    config(a.dtype, b.dtype, out_dtype, accumulate, tile, 32 if n % 32 == 0 else 16, add).launch(index, cut, args)
+    return out
+
+
+@on_cuda
+def gemm_fp8_accumulate(
+    a: torch.Tensor, b: torch.Tensor, a_scale_inv: torch.Tensor, b_scale_inv: torch.Tensor, out: torch.Tensor
+) -> None:
+    """Add a·bᵀ to out `[M, N]`, fp32, bf16 or fp16; a `[M, K]` and b `[N, K]` are float8, scales fp32 `[1]`."""
+    accumulate_outputs(a, b, a_scale_inv, b_scale_inv, out)
+    check_devices("gemm_fp8", a, b=b, a_scale_inv=a_scale_inv, b_scale_inv=b_scale_inv, out=out)
+    rest = (a, b, a_scale_inv, b_scale_inv, None)
+    if writable(out):
+        (m, k), n = a.shape, b.shape[0]
+        tile = select_tile(m, n, k, True, multiprocessors(a.device.index), ADDING_TILES)
+        gemm_fp8_tiled(*rest, out.dtype, "split", tile, out, add=True)
+    else:
+        tell_once("gemm_fp8_accumulate", UNWRITABLE)
+        out.copy_(out.float() + gemm_fp8(*rest, torch.float32, "split"))

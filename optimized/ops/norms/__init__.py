@@ -1,0 +1,1 @@
+"""LayerNorm and RMSNorm, forward and backward: on the GPU."""

@@ -1,0 +1,115 @@
+"""`twin::norm` on the GPU, LayerNorm and RMSNorm: kernels/norms/norm.cu. Semantics, and the order of the sums:
+`reference.ops.norms.norm`. kernels/norms/norm_row.cuh has a table of the norms' kernels.
+"""
+
+import functools
+import itertools
+
+import numpy as np
+import torch
+
+from optimized.cuda import launch
+from optimized.ops.casts.amax import WIDE, aligned, pointer
+from reference.ops.casts.cast_transpose import Three
+from reference.ops.library import on_cuda
+from reference.ops.norms.norm import KINDS, norm_outputs
+
+Defines = dict[str, int | str]
+
+KIND = {kind: number for number, kind in enumerate(KINDS)}
+# By the warps that hold a row, 1024 elements each: rows of a block, and blocks of a multiprocessor.
+_SHAPES = {1: (4, 6), 2: (6, 2), 3: (3, 2), 4: (2, 2), 5: (4, 1), 6: (3, 1), 8: (2, 1), 12: (1, 1), 16: (1, 1)}
+ROW_WARPS = tuple(_SHAPES)
+_SHARED = 8 * 16 * 1024
+_ANY_THREADS = 256
+
+
+def row_warps(hidden: int) -> int | None:
+    """How many warps hold such a row in registers; None if it is too long, or not whole vectors of 8."""
+    return None if hidden % 8 else next((n for n in ROW_WARPS if hidden <= n * 1024), None)
+
+
+def whole(x: torch.dtype, held: int, hidden: int) -> int:
+    """The kernels' macro WHOLE: whether a row fills the `held` elements of its warps. fp32 has no such kernels."""
+    return int(hidden == held and x != torch.float32)
+
+
+def defines(x: torch.dtype, kind: str, warps: int, hidden: int) -> Defines:
+    """Macros of norm.cu for rows of `hidden` elements."""
+    rows, blocks = _SHAPES[warps]
+    if x == torch.float32:
+        rows = min(rows, max(1, 16 // warps))
+        blocks = min(blocks, max(1, 16 // (rows * warps)))
+    macros: Defines = {"WIDE": WIDE[x], "KIND": KIND[kind], "ROW_WARPS": warps}
+    return {**macros, "ROWS": rows, "BLOCKS": blocks, "WHOLE": whole(x, 1024 * warps, hidden)}
+
+
+@functools.cache
+def rows_kernel(x: torch.dtype, kind: str, warps: int, hidden: int) -> launch.Kernel:
+    return launch.function("norm", "norm_rows", defines(x, kind, warps, hidden), _SHARED)
+
+
+@functools.cache
+def _any_kernel(x: torch.dtype, kind: str, vector: int) -> launch.Kernel:
+    return launch.function("norm", "norm_any", {"WIDE": WIDE[x], "KIND": KIND[kind], "VECTOR": vector})
+
+
+CONFIGURATIONS = [
+    *(
+        rows_kernel(x, kind, warps, 1024 * warps - short).configuration
+        for x, kind, warps, short in itertools.product(WIDE, KINDS, ROW_WARPS, (0, 8))
+        if short or x != torch.float32
+    ),
+    *(_any_kernel(*case).configuration for case in itertools.product(WIDE, KINDS, (0, 1))),
+]
+
+
+def normalize(
+    out: Three,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    zero_centered: bool,
+    kind: str,
+) -> None:
+    """Compute `norm` on checked arguments; `out` is (y, mean, rstd)."""
+    rows, hidden = x.shape
+    if rows == 0:
+        return
+    x, weight, bias = aligned(x), aligned(weight), aligned(bias)
+    inputs = (x.data_ptr(), weight.data_ptr(), pointer(bias))
+    results = (out[0].data_ptr(), out[1].data_ptr(), out[2].data_ptr())
+    options = (np.float32(eps), np.int32(zero_centered), np.int32(WIDE[weight.dtype]), np.int32(WIDE[out[0].dtype]))
+    args = (*inputs, *results, np.int32(rows), np.int32(hidden), *options)
+    warps = row_warps(hidden)
+    if warps is not None:
+        kernel = rows_kernel(x.dtype, kind, warps, hidden)
+        in_block = int(kernel.defines["ROWS"])
+        # The blocks are persistent: as many as run at once, or a few less if each then has as many rows.
+        at_once = int(kernel.defines["BLOCKS"]) * launch.processors(x.device.index)
+        parts = -(-rows // in_block)
+        turns = -(-parts // at_once)
+        even = parts // turns
+        grid = even if parts % turns == 0 and 16 * even >= 15 * at_once else min(parts, at_once)
+        threads = 32 * warps * in_block
+        launch.launch(kernel, (grid,), (threads,), args, smem=8 * hidden, device=x.device.index)
+    else:
+        kernel = _any_kernel(x.dtype, kind, int(hidden % 8 == 0))
+        launch.launch(kernel, (rows,), (_ANY_THREADS,), args, device=x.device.index)
+
+
+@on_cuda
+def norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    zero_centered: bool,
+    kind: str,
+    out_dtype: torch.dtype,
+) -> Three:
+    """`x` `[rows, hidden]` -> (y of `out_dtype`, mean fp32 `[rows]` (rmsnorm: `[0]`), rstd fp32 `[rows]`)."""
+    out = norm_outputs(x, weight, bias, eps, zero_centered, kind, out_dtype)
+    normalize(out, x, weight, bias, eps, zero_centered, kind)
+    return out

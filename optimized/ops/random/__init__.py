@@ -1,0 +1,1 @@
+"""Ops that draw random numbers: dropout, and the normal distribution of first weights: on the GPU."""

@@ -1,0 +1,1 @@
+"""Tensors that are kept in FP8 only, and the quantizers that make them."""

@@ -1,0 +1,1 @@
+"""Looking into a training step: statistics, the choice of precision, anomalies, recorded steps."""

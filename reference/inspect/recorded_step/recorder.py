@@ -1,0 +1,367 @@
+"""`te.record`: one training step, written to a file that any CPU can run again.
+
+Every op goes through torch's dispatcher while a step is recorded, and a dispatch mode notes it. Three kinds:
+
+    twin     an op of `twin::`: its arguments, the digest of each tensor that it read and wrote
+    torch    an op of torch's that only moves, fills, converts or adds numbers, so that every device gives the same
+             bits (`reference.inspect.recorded_step.ops.EXACT`): noted like one of `twin::`
+    fed      any other op of torch's: noted by name. Devices may round it otherwise, so it is not run again. Where a
+             twin op or an exact one reads its result, the file has the whole tensor
+
+A tensor is a region of a storage. A storage's content is `known` where replay will have it: it was fed, or written by
+an op that replay runs. What an op reads and replay will not have is fed.
+"""
+
+import contextlib
+import dataclasses
+import os
+import platform
+import sys
+import threading
+import time
+import weakref
+from enum import Enum
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from reference.graphs import graph
+from reference.inspect.recorded_step.at_step import AtStep
+from reference.inspect.recorded_step.digest import digest
+from reference.inspect.recorded_step.file import Access, Op, Recording, Region
+from reference.inspect.recorded_step.modules import Modules
+from reference.inspect.recorded_step.named import named_tensors
+from reference.inspect.recorded_step.ops import (
+    ALLOCATIONS,
+    changed_by,
+    dtype_name,
+    encoded,
+    has_numbers,
+    kind_of,
+    tensors_of,
+)
+from reference.random import get_state
+from reference.state import graph_seeds
+
+OPS = ("digests", "outputs")
+_recording: "weakref.ref[Recorder] | None" = None
+
+
+def record(
+    model: torch.nn.Module,
+    path: str | os.PathLike[str],
+    optimizer: torch.optim.Optimizer | None = None,
+    ops: str = "digests",
+    *,
+    step: int | None = None,
+) -> "Recorder | AtStep":
+    """Record the training step inside the `with` block, and write it to `path` when the block ends without an error.
+
+        with te.record(model, "step.safetensors", optimizer):
+            with te.autocast(recipe=recipe):
+                loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+
+    With `step=N` the block is around a training loop, and its step number N is recorded.
+
+    `twin replay step.safetensors` runs its ops again on any CPU and names the first number that differs
+    (docs/record.md). The step's own results have the bits that they have without a recording.
+
+    The file has what the step read (weights, FP8 state, random states, inputs, results of torch's own ops that ours
+    read), the ops with their arguments, and digests of all their tensors; nothing is pickled.
+
+    Cost: the ops run one by one: no tape is replayed (docs/replay.md), and what torch.compile has compiled runs in
+    eager mode. A digest takes about ten small launches and reads a tensor about six times; nobody waits for it. What
+    goes into the file whole is copied to the host at once, which waits for the device, and stays there until the end:
+    each weight, input and fed tensor, and with ops="outputs" each result. The device keeps a block of 512 bytes a
+    digest, and needs up to 200 MiB for a moment while it computes one.
+
+    Args:
+        model: contains the layers; names of modules and tensors are those in it.
+        path: of the file to write.
+        optimizer: its state is named in the recording; its step may be inside the block.
+        ops: what is kept of each op's results. "digests": 128 bits a tensor, from which a single wrong word is still
+            found. "outputs": the whole tensors too.
+        step: None, or which step of the block is recorded, from 1 on: it begins where the block begins or the
+            optimizer's step before it ends, and ends, and is written, when the optimizer has made it.
+
+    Raises:
+        TypeError, ValueError: an argument is not accepted; nothing has run.
+        RuntimeError: another step is being recorded; a module, or what runs in the block, replays a CUDA graph, whose
+            ops nobody sees; or, at the end, no op of `twin::` has run.
+        reference.support.files.NotWritten: at the end; what stood at `path` is unchanged.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"record: model={model!r}; a torch.nn.Module is accepted.")
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"record: path={path!r}; a path is accepted.")
+    if Path(path).exists() and not Path(path).is_file():
+        raise ValueError(
+            f"record: path={str(path)!r} is there and is not a file; the path of a file to write is accepted."
+        )
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"record: optimizer={optimizer!r}; a torch.optim.Optimizer or None is accepted.")
+    if not isinstance(ops, str) or ops not in OPS:
+        raise ValueError(f"record: ops={ops!r}; 'digests' and 'outputs' are accepted.")
+    for name, module in model.named_modules():
+        if _is_graph(module) or graph.replays(module):
+            raise RuntimeError(
+                f"record: {name or 'the model'} replays a CUDA graph (make_graphed_callables), whose ops cannot be "
+                f"seen; a module without one is accepted."
+            )
+    recorder = Recorder(model, Path(path), optimizer, ops == "outputs")
+    return recorder if step is None else AtStep(recorder, optimizer, step)
+
+
+def _is_graph(module: torch.nn.Module) -> bool:
+    """Whether a module's forward replays a CUDA graph."""
+    forward = module.__dict__.get("forward")
+    by = getattr(type(getattr(forward, "__self__", None)), "__module__", ""), getattr(forward, "__module__", "")
+    return graph.__name__ in by or "torch.cuda.graphs" in by
+
+
+def _uncompiled() -> Any:
+    """A context in which what torch.compile has compiled runs in eager mode."""
+    # Without its compiler loaded torch has compiled nothing; loading it takes a second.
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
+
+
+class _Storage:
+    """What is known of a storage.
+
+    Attributes:
+        number: in the recording.
+        written: whether anything has been written since its allocation, if that was seen.
+        known: whether replay will have its content.
+        fed: the regions that were fed since.
+        owner: the path of the module that its content belongs to.
+    """
+
+    def __init__(self, number: int, nbytes: int, written: bool) -> None:
+        self.number, self.nbytes, self.written = number, nbytes, written
+        self.known = False
+        self.fed: set[Region] = set()
+        self.owner: str | None = None
+
+
+class Recorder(TorchDispatchMode):
+    """Notes the ops of one step; see `record`."""
+
+    def __init__(self, model: torch.nn.Module, path: Path, optimizer: Any, keep: bool) -> None:
+        super().__init__()
+        self.model, self.path, self.optimizer, self.keep = model, path, optimizer, keep
+        self.modules = Modules(model)
+        self.made = Recording()
+        self._digests: list[torch.Tensor] = []
+        # A weak reference keeps a storage's address from being used again.
+        self._storages: dict[int, tuple[StorageWeakRef, _Storage]] = {}
+
+    # --- the block ---------------------------------------------------------------------------------------
+
+    def __enter__(self) -> "Recorder":
+        global _recording
+        if _recording is not None and _recording() is not None:
+            raise RuntimeError("record: another step is being recorded; one at a time is accepted.")
+        if self.made.start or self.made.ops:
+            raise RuntimeError("record: this recording has been made; te.record(...) for each step is accepted.")
+        self._random = {f"random/{name}": state for name, state in get_state(self.model).items()}
+        for name, owner, x in named_tensors(self.model, self.optimizer):
+            region = self._region(x)
+            self._storage(x).owner = owner
+            self.made.names.setdefault((region.storage, region.offset), name)
+            self.made.start.append(Access(region, self._digest(x)))
+        _recording = weakref.ref(self)
+        self._hook = self.modules.hook()
+        self._hook.install()
+        self._around = contextlib.ExitStack()
+        self._around.enter_context(_uncompiled())
+        self._around.enter_context(graph_seeds.watched(self._refuse_replay))
+        self._thread = threading.get_ident()
+        super().__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        global _recording
+        super().__exit__(kind, error, trace)
+        self._around.__exit__(kind, error, trace)
+        self._hook.remove()
+        _recording = None
+        if kind is None:
+            self._finish()
+        self._storages.clear()
+
+    def _finish(self) -> None:
+        """Note the step's results, and write the file."""
+        made = self.made
+        if not any(op.kind == "twin" for op in made.ops):
+            raise RuntimeError(
+                "record: no op of twin ran in this thread's block, so there is nothing to replay and nothing was "
+                "written; a step of a model with layers of this package, in 16 bits or FP8, is accepted."
+            )
+        for name, _, x in named_tensors(self.model, self.optimizer, gradients=True):
+            storage, region = self._storage(x), self._region(x)
+            made.names.setdefault((region.storage, region.offset), name)
+            if storage.known or region in storage.fed:
+                made.end.append(Access(region, self._digest(x)))
+        made.tensors |= self._random
+        made.digests = _on_host(self._digests)
+        made.about = self._about()
+        made.write(self.path)
+
+    def _about(self) -> dict[str, Any]:
+        gpu = torch.cuda.get_device_name() if torch.cuda.is_initialized() else None
+        return {
+            "modules": {name: _settings(module) for name, module in self.model.named_modules()},
+            "provenance": {
+                "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+                "gpu": gpu,
+                "ops": OPS[self.keep],
+            },
+        }
+
+    def _refuse_replay(self) -> None:
+        """A CUDA graph is about to be replayed."""
+        # Backward runs in threads of its own; what another thread does beside is no part of the step.
+        if threading.get_ident() == self._thread or self.modules.phase() == "backward":
+            raise RuntimeError(
+                "record: a CUDA graph is replayed in the block, whose ops cannot be seen; a step without one is "
+                "accepted."
+            )
+
+    # --- ops ---------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = tensors_of((args, kwargs))
+        if any(type(x) not in (torch.Tensor, torch.nn.Parameter) for x in given):
+            return NotImplemented  # a weight in FP8, a DTensor: its own ops come here
+        if func in ALLOCATIONS:
+            made = func(*args, **kwargs)
+            if has_numbers(made):
+                self._storage(made, written=False)
+            return made
+        kind = kind_of(func, args, kwargs, given)
+        if func.is_view:
+            return func(*args, **kwargs)
+        op = Op(kind, func._schema.name, phase=self.modules.phase())
+        op.at = self.modules.path() if kind == "fed" else self._read(op, args, kwargs, given)
+        out = func(*args, **kwargs)
+        given = [x for x in given if has_numbers(x)]
+        self._wrote(op, func, args, kwargs, given, [x for x in tensors_of(out) if has_numbers(x)])
+        return out
+
+    def _read(self, op: Op, args: Any, kwargs: Any, given: list[torch.Tensor]) -> str:
+        """Note what an op is about to read; return its module's path."""
+        for x in given:
+            op.reads.append(self._access(op, x))
+        numbers = iter(range(len(given)))
+        op.args = [encoded(x, numbers) for x in args]
+        op.kwargs = {name: encoded(x, numbers) for name, x in kwargs.items()}
+        owners = {self._storage(x).owner for x in given} - {None}
+        for found in (self._owners(given), owners):
+            if len(found) == 1:
+                return str(found.pop())
+        return self.modules.path()
+
+    def _owners(self, given: list[torch.Tensor]) -> set[str | None]:
+        """The modules of the named tensors among these."""
+        return {self._storage(x).owner for x in given if self._region(x)[:2] in self.made.names} - {None}
+
+    def _access(self, op: Op, x: torch.Tensor) -> Access:
+        storage, region = self._storage(x), self._region(x)
+        if not storage.written or not region.words:
+            return Access(region, None)
+        number = self._digest(x)
+        if storage.known or region in storage.fed:
+            return Access(region, number)
+        storage.fed.add(region)
+        storage.known = region.is_whole(storage.nbytes)
+        name = f"model/{self.made.names.get((region.storage, region.offset), '')}"
+        if name == "model/" or name in self.made.tensors:
+            name = f"op/{len(self.made.ops)}/read/{len(op.reads)}"
+        self.made.tensors[name] = x.detach().cpu().clone().contiguous()
+        return Access(region, number, name)
+
+    def _wrote(
+        self, op: Op, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor], results: list[torch.Tensor]
+    ) -> None:
+        """Note what an op has written; a result of torch's that is an argument's memory is none."""
+        changed = [x for x in changed_by(func, args, kwargs, given) if has_numbers(x)]
+        memory = {self._storage(x).number for x in given}
+        new = [x for x in results if self._storage(x, written=False).number not in memory]
+        named = self._owners(given)
+        if op.kind == "fed" and not new and not changed:
+            return
+        for i, x in enumerate((*new, *changed)):
+            storage, region = self._storage(x), self._region(x)
+            storage.written = True
+            if op.kind == "fed":
+                storage.known = False
+                storage.fed.clear()
+            else:
+                storage.known |= region.is_whole(storage.nbytes)
+            if i < len(new) and len(named) == 1:
+                storage.owner = next(iter(named))
+            # What other libraries' ops write may not be there yet: collectives run beside.
+            digested = region.words and func.namespace in ("aten", "twin")
+            kept = None
+            if self.keep and op.kind == "twin" and region.words:
+                kept = f"op/{len(self.made.ops)}/write/{i}"
+                self.made.tensors[kept] = x.detach().cpu().clone().contiguous()
+            op.writes.append(Access(region, self._digest(x) if digested else None, kept))
+        self.made.ops.append(op)
+
+    # --- tensors -----------------------------------------------------------------------------------------
+
+    def _storage(self, x: torch.Tensor, written: bool = True) -> _Storage:
+        """A tensor's storage; `written` is whether a new one may hold numbers."""
+        storage = x.untyped_storage()
+        found = self._storages.get(storage._cdata)
+        if found is None:
+            made = _Storage(len(self.made.storages), storage.nbytes(), written)
+            self.made.storages.append(made.nbytes)
+            found = self._storages[storage._cdata] = (StorageWeakRef(storage), made)
+        return found[1]
+
+    def _region(self, x: torch.Tensor) -> Region:
+        number = self._storage(x).number
+        return Region(number, int(x.storage_offset()), tuple(x.shape), tuple(x.stride()), dtype_name(x.dtype))
+
+    def _digest(self, x: torch.Tensor) -> int:
+        self._digests.append(digest(x))
+        return len(self._digests) - 1
+
+
+def _settings(module: torch.nn.Module) -> dict[str, Any]:
+    """A module's class, its recipe and its plain attributes."""
+    found: dict[str, Any] = {"class": f"{type(module).__module__}.{type(module).__qualname__}"}
+    found |= {
+        name: value
+        for name, value in vars(module).items()
+        if not name.startswith("_") and (value is None or type(value) in (bool, int, float, str))
+    }
+    recipe = getattr(module, "fp8_meta", {}).get("recipe") if getattr(module, "fp8", False) else None
+    if recipe is not None:
+        fields = {one.name: getattr(recipe, one.name) for one in dataclasses.fields(recipe)}
+        plain = {name: value.name if isinstance(value, Enum) else value for name, value in fields.items()}
+        found["recipe"] = {"class": type(recipe).__name__, **plain}
+    return found
+
+
+def _on_host(digests: list[torch.Tensor]) -> list[tuple[int, int]]:
+    """Digests of any devices, in their order; one copy for each device."""
+    found: dict[int, tuple[int, int]] = {}
+    for device in {x.device for x in digests}:
+        mine = [i for i, x in enumerate(digests) if x.device == device]
+        rows = torch.stack([digests[i] for i in mine]).tolist()
+        found |= {i: (one, two) for i, (one, two) in zip(mine, rows, strict=True)}
+    return [found[i] for i in range(len(digests))]

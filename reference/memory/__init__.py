@@ -1,0 +1,1 @@
+"""What backward needs and the GPU does not keep: computed again, or moved to the CPU."""

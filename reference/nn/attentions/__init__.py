@@ -1,0 +1,1 @@
+"""Attention's layers and their parts: options, masks, packing, rotation, cache, FP8, the core."""

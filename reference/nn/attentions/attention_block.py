@@ -1,0 +1,321 @@
+"""Attention with its projections, in a layer with its norm and its residual, as one pair of functions.
+
+    h = r + dropout(attention(q, k, v)·wᵀ + b)      q, k, v = norm(x)·w_qkvᵀ + b_qkv;  r = x, or norm(x)
+
+Parts may be switched off: the norm; residual and dropout, as `MultiheadAttention` by itself has none; then norm(x) may
+be a second result. For cross-attention q is projected from norm(x), k and v from an encoder's output. Each step is the
+function of the corresponding module, so the bits are those of the modules one after the other:
+
+    q, k, v from the projections    `Heads.split`
+    each head normalised            `reference.nn.attentions.head_norms`, before or after
+    rotated by angles               `reference.nn.attentions.apply_rotary`
+    attention                       `reference.nn.attentions.core_pair`, with all of its options
+
+Several things happen at once:
+
+    all weights are cast in one launch                            FP8, unless they are cached
+    bias, dropout and residual are fused into the last GEMM       FP8
+    the norm's backward adds the residual's gradient              two roundings, as in two modules
+    the cast of proj's gradient computes its db                   where `dbias` would read the gradient once more
+    the gradients of q, k, v are cast from where they are         FP8 with a bias; otherwise they are joined first
+
+`reference.nn.attentions.attention_prepared` makes plan, context and tensors of a module.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from reference.nn.attentions import core_pair, head_norms
+from reference.nn.attentions.apply_rotary import turn
+from reference.nn.attentions.attention_reads import Reads
+from reference.nn.attentions.head_norms import HeadNorms
+from reference.nn.attentions.heads import Heads
+from reference.nn.core.compiled import before
+from reference.nn.core.context import BlockContext, ModuleContext, WeightRequest, quantize_weights
+from reference.nn.core.dropout import added, before_dropped
+from reference.nn.layers import layernorm_linear, linear
+from reference.ops.library import twin
+from reference.ops.random.dropout import state_or_none
+from reference.recipes.quantized import Weight, fprop, fprop_residual, rows_of
+from reference.support.nested import Tensors
+
+
+class Given(NamedTuple):
+    """The tensors that may want a gradient, in the pair's order; also their gradients.
+
+    Attributes:
+        source: an encoder's output; key_value_*: of its projection.
+        added: a bias on the scores, or sinks.
+        q_norm_*, k_norm_*: γ and β of the heads' norms.
+    """
+
+    x: Any
+    norm_weight: Any
+    norm_bias: Any
+    weight: Any
+    bias: Any
+    proj_weight: Any
+    proj_bias: Any
+    source: Any = None
+    key_value_weight: Any = None
+    key_value_bias: Any = None
+    added: Any = None
+    q_norm_weight: Any = None
+    q_norm_bias: Any = None
+    k_norm_weight: Any = None
+    k_norm_bias: Any = None
+
+    @property
+    def of_norms(self) -> Tensors:
+        """γ and β of the heads' norms, of q and then of k."""
+        return self.q_norm_weight, self.q_norm_bias, self.k_norm_weight, self.k_norm_bias
+
+
+class Plan(NamedTuple):
+    """Everything but tensors that the block's launches depend on.
+
+    Attributes:
+        needs: which gradients are wanted, in the order of `Given`, as far as tensors are given.
+        first: of the norm and the projection of q, k and v, for cross-attention of q; a `linear.Plan` without a norm.
+        key_value: of the projection of k and v for cross-attention, or None.
+        core, proj: of attention, and of the projection after it.
+        heads: layout of q, k and v (or k and v) in their projection.
+        shape, source_shape: of x, and of the encoder's output (None for self-attention).
+        adds: whether the residual is added.
+        p: probability of dropping an element after proj.
+        rotary: None without angles, else whether neighbours are paired.
+        norms: of each head of q and k, or None.
+    """
+
+    needs: tuple[bool, ...]
+    first: layernorm_linear.Plan | linear.Plan
+    key_value: linear.Plan | None
+    core: core_pair.Plan
+    proj: linear.Plan
+    heads: Heads
+    shape: torch.Size
+    source_shape: Any
+    adds: bool
+    p: float
+    rotary: Any
+    norms: HeadNorms | None
+
+    @property
+    def returns_norm(self) -> bool:
+        """Whether the norm's output is the residual, or a second result."""
+        return isinstance(self.first, layernorm_linear.Plan) and self.first.returns_norm
+
+    def turned(self, x: torch.Tensor, angles: torch.Tensor, reads: Reads, backward: bool) -> torch.Tensor:
+        """q or k in its layout (or its gradient) rotated."""
+        step = None if self.core.cached is None else (self.core.cached, reads.step())
+        return turn(x, angles, self.rotary, self.core.layout, backward, step)
+
+
+class Saved(NamedTuple):
+    """What backward reads.
+
+    Attributes:
+        first, proj: of the first projection with its norm, and of the projection after attention.
+        dropped: the random state from before the last dropout.
+        mixed: the first projection's output, of which q, k and v are views (for cross-attention q).
+        joined: for cross-attention the output of the other one, of which k and v are views.
+        key_value: for cross-attention of the projection of k and v.
+        norms: of the heads' norms.
+        core: of attention; q, k and v that are views of projections are None.
+    """
+
+    first: layernorm_linear.Saved | linear.Saved
+    proj: linear.Saved
+    dropped: torch.Tensor | None
+    mixed: torch.Tensor | None
+    joined: torch.Tensor | None
+    key_value: Any
+    norms: Any
+    core: core_pair.Saved
+
+
+class Modules(NamedTuple):
+    """The contexts of the block's modules; `core` only of attention in FP8."""
+
+    first: ModuleContext
+    proj: ModuleContext
+    key_value: Any
+    core: ModuleContext | None
+
+
+def modules_of(plan: Plan, context: BlockContext) -> Modules:
+    """Those of a context, which holds the ones that there are."""
+    first, proj, *others = context.modules
+    crosses, fp8 = plan.key_value is not None, plan.core.fp8 is not None
+    return Modules(first, proj, others[0] if crosses else None, others[-1] if fp8 else None)
+
+
+def whole(rows: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """`[tokens, hidden]` in the input's shape; not a view, which a function must not return."""
+    return torch.ops.aten._unsafe_view(rows, shape)
+
+
+def forward(plan: Plan, context: BlockContext, *tensors: Any) -> tuple[Any, Any]:
+    """h `[..., hidden]` of x `[..., hidden]`; without a residual also norm(x) `[tokens, hidden]`, if it is returned."""
+    given, modules = Given(*tensors), modules_of(plan, context)
+    (state, core_state), reads = context.random, Reads.of(context.reads)
+    first, proj, proj_gemm = modules.first, modules.proj, modules.proj.gemm
+    requests = [
+        WeightRequest(first, first.gemm, given.weight, wants_input(plan.first)),
+        WeightRequest(proj, proj_gemm, given.proj_weight, plan.proj.needs[0]),
+    ]
+    if plan.key_value is not None:
+        of_kv = modules.key_value
+        requests.append(WeightRequest(of_kv, of_kv.gemm, given.key_value_weight, plan.key_value.needs[0]))
+    w, proj_w, *more = quantize_weights(*requests)
+    mixed: Any
+    mixed, residual, saved_first = _projected(plan, first, given, w)
+    joined: Any = None
+    saved_kv: linear.Saved | None = None
+    if plan.key_value is not None:
+        of_source = (rows_of(given.source), more[0], given.key_value_bias)
+        joined, saved_kv = linear.forward(plan.key_value, modules.key_value, *of_source)
+    q: Any
+    k: Any
+    v: Any
+    q, k, v = split(plan, mixed, joined)
+    saved_norms: head_norms.Saved | None = None
+    norms = plan.norms
+    if norms is not None and norms.before_rope:
+        q, k, saved_norms = head_norms.forward(norms, given.of_norms, reads.head_gamma, q, k)
+    if plan.rotary is not None:
+        q, k = plan.turned(q, reads.angles_q, reads, False), plan.turned(k, reads.angles_k, reads, False)
+    if norms is not None and not norms.before_rope:
+        q, k, saved_norms = head_norms.forward(norms, given.of_norms, reads.head_gamma, q, k)
+    out, attended, kept = core_pair.attend(plan.core, modules.core, core_state, reads, q, k, v, given.added)
+    dropped = before(state)
+    operand = proj_gemm.input.quantize(out.reshape(-1, out.shape[-2] * out.shape[-1]), transpose=plan.proj.needs[1])
+    if reads.kept is not None:
+        y = fprop(operand, proj_w, None, plan.proj.dtype, proj_gemm.how)
+        h = added(y, given.proj_bias, residual, plan.p, state, reads.kept, plan.shape)
+    elif plan.adds:
+        h = fprop_residual(operand, proj_w, given.proj_bias, residual, (plan.p, state), plan.proj.dtype, proj_gemm.how)
+    else:
+        h = fprop(operand, proj_w, given.proj_bias, plan.proj.dtype, proj_gemm.how)
+    h = whole(h, plan.shape)
+    results = h if plan.adds or not plan.returns_norm else (h, residual)
+    if plan.core.cached is not None:
+        return results, ()
+    saved_proj = linear.Saved(operand.column, proj_w.column)
+    q, k, v = kept
+    if plan.core.gathers or modules.core is not None:
+        mixed = joined = None
+    else:
+        v = None
+        if plan.rotary is None and norms is None:
+            q = k = None
+    saved_core = core_pair.Saved(q, k, v, attended.state if plan.core.recomputes else attended, given.added)
+    return results, Saved(saved_first, saved_proj, dropped, mixed, joined, saved_kv, saved_norms, saved_core)
+
+
+def wants_input(plan: layernorm_linear.Plan | linear.Plan) -> bool:
+    """Whether a gradient is wanted of the first projection's input, or of its norm's parameters."""
+    return any(plan.needs[:3]) if isinstance(plan, layernorm_linear.Plan) else plan.needs[0]
+
+
+def _projected(plan: Plan, first: ModuleContext, given: Given, w: Weight) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    """The first projection's output, the residual (or the norm's output, if that is returned), what is saved."""
+    rows = rows_of(given.x)
+    if not isinstance(plan.first, layernorm_linear.Plan):
+        mixed, saved = linear.forward(plan.first, first, rows, w, given.bias)
+        return mixed, rows, saved
+    parameters = (given.norm_weight, given.norm_bias, w, given.bias)
+    found: Any
+    found, of_both = layernorm_linear.forward(plan.first, first, rows, *parameters)
+    return (*found, of_both) if plan.first.returns_norm else (found, rows, of_both)
+
+
+def split(plan: Plan, mixed: Any, joined: Any) -> tuple[torch.Tensor, ...]:
+    """q, k and v `[.., .., heads, channels]`, views of the projections where these can be viewed so."""
+    mixed = mixed.view(*plan.shape[:-1], mixed.shape[-1])
+    if joined is None:
+        return plan.heads.split(mixed)
+    queries = mixed.unflatten(-1, (-1, plan.heads.channels))
+    return queries, *plan.heads.split(joined.view(*plan.source_shape[:-1], joined.shape[-1]))
+
+
+def backward(plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor, *norm_grads: torch.Tensor) -> Tensors:
+    """The gradients of `Given`; `norm_grads`: of norm(x), if it is a second result."""
+    modules, reads = modules_of(plan, context), Reads.of(context.reads)
+    grad = rows_of(grad)
+    inner = before_dropped(grad, plan.p, saved.dropped, reads.kept, plan.shape)
+    context_grad, *proj_grads = linear.backward(plan.proj, modules.proj, saved.proj, inner)
+    if context_grad is None:
+        return Given(None, None, None, None, None, *proj_grads)[: len(plan.needs)]
+    core, norms = saved.core, plan.norms
+    if saved.mixed is not None:
+        q, k, v = split(plan, saved.mixed, saved.joined)
+        q, k = q if core.q is None else core.q, k if core.k is None else core.k
+        core = core_pair.Saved(q, k, v, core.attended, core.added)
+    by_head = context_grad.view(*plan.shape[:-1], plan.core.heads, plan.heads.channels)
+    dq, dk, dv, dadded = core_pair.attend_backward(plan.core, reads, core, modules.core, by_head)
+    of_norms: Any = (None,) * 4
+    if norms is not None and not norms.before_rope:
+        dq, dk, *of_norms = head_norms.backward(norms, saved.norms, dq, dk)
+    if plan.rotary is not None:
+        dq, dk = plan.turned(dq, reads.angles_q, reads, True), plan.turned(dk, reads.angles_k, reads, True)
+    if norms is not None and norms.before_rope:
+        dq, dk, *of_norms = head_norms.backward(norms, saved.norms, dq, dk)
+    pieces = [t.reshape(-1, t.shape[-2] * t.shape[-1]) for t in (dq, dk, dv)]
+    of_kv: Tensors = (None, None, None)
+    if plan.key_value is not None:
+        of_query, *of_joined = pieces
+        of_kv = _key_value_grads(plan, plan.key_value, modules.key_value, saved.key_value, of_joined)
+        pieces = [of_query]
+    of_x = _first_grads(plan, modules.first, saved.first, pieces, grad if plan.adds else None, norm_grads)
+    return (*of_x, *proj_grads, *of_kv, dadded, *of_norms)[: len(plan.needs)]
+
+
+def _first_grads(
+    plan: Plan,
+    context: ModuleContext,
+    saved: Any,
+    pieces: list[torch.Tensor],
+    past: torch.Tensor | None,
+    norm_grads: Any,
+) -> Tensors:
+    """The gradients of x, γ, β, w and b, computed from those of q, k and v, or of q.
+
+    `past`: the gradient that reaches the residual; `norm_grads`: of norm(x), if it is a second result.
+    """
+    first, needs = plan.first, plan.first.needs
+    if not any(needs):
+        return None, None, None, None, None
+    quantizer, (transpose, dbias) = context.gemm.grad, needs[-2:]
+    if len(pieces) > 1:
+        g, db = quantizer.joined_grad(pieces, plan.heads.rows, transpose, dbias)
+    else:
+        g, db = quantizer.grad(pieces[0].contiguous(), transpose, dbias)
+    grads: Tensors
+    if isinstance(first, layernorm_linear.Plan):
+        # If the residual is the norm's output, its gradient is added to that of the norm's output.
+        if first.returns_norm and past is not None:
+            norm_grads, past = (past,), None
+        residual = past if needs[0] else None
+        dx, *grads = layernorm_linear.quantized_backward(  # type: ignore[assignment]
+            first, context, saved, g, *norm_grads, residual_grad=residual
+        )
+    else:
+        dx, dw = linear.quantized_backward(first, context, saved, g)
+        grads = (None, None, dw)
+        if dx is not None and past is not None:  # an op, which a tape may contain
+            dx = twin.bias_dropout_add(dx, None, past, 0.0, state_or_none(None, dx))
+    return None if dx is None else whole(dx, plan.shape), *grads, db
+
+
+def _key_value_grads(
+    plan: Plan, of: linear.Plan, context: ModuleContext, saved: linear.Saved, pieces: list[torch.Tensor]
+) -> Tensors:
+    """The gradients of the encoder's output, and of w and b of its projection, computed from those of k and v."""
+    needs = of.needs
+    if not any(needs):
+        return None, None, None
+    g, db = context.gemm.grad.joined_grad(pieces, plan.heads.rows, transpose=needs[1], dbias=needs[2])
+    dsource, dw = linear.quantized_backward(of, context, saved, g)
+    return None if dsource is None else whole(dsource, plan.source_shape), dw, db

@@ -1,0 +1,206 @@
+"""`MultiheadAttention` as an attention block: whether it runs as one, and the block's plan, context and tensors."""
+
+from typing import Any
+
+import torch
+from torch.nn.modules.module import _has_any_global_hook
+
+from reference.arguments import MASK_TYPES
+from reference.memory.recompute import Run
+from reference.nn.attentions import head_norms
+from reference.nn.attentions.apply_rotary import angles_of
+from reference.nn.attentions.attention_block import Plan
+from reference.nn.attentions.attention_options import NO_OPTIONS, Options
+from reference.nn.attentions.attention_reads import NO_READS, Reads
+from reference.nn.attentions.core_attention import CorePlan, Mask, full_mask
+from reference.nn.attentions.core_call import Call, cached_call_of, call_of, context_of
+from reference.nn.attentions.core_pair import Plan as CorePairPlan
+from reference.nn.attentions.dot_product_attention import DotProductAttention
+from reference.nn.attentions.inference_step import Cached
+from reference.nn.attentions.packing import positions_of
+from reference.nn.core.autograd import wanted
+from reference.nn.core.checks import Shape, Window
+from reference.nn.core.context import BlockContext
+from reference.nn.core.dropout import DropPath, Generator
+from reference.nn.core.parameters import named
+from reference.nn.layers import layernorm_linear, linear
+from reference.nn.layers.layernorm import L2Normalization, LayerNorm, norm_plan
+from reference.nn.layers.layernorm_linear import LayerNormLinear
+from reference.nn.layers.linear import Linear
+from reference.support.nested import Tensors
+
+Dropout = tuple[float, Generator]
+Angles = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
+
+
+def uses_default_forward(part: torch.nn.Module, kind: type[torch.nn.Module]) -> bool:
+    """Whether a part of a layer is not replaced, graphed or hooked, so that it need not be called as a module."""
+    return not (
+        type(part).forward is not kind.forward
+        or "forward" in part.__dict__
+        or part._forward_hooks
+        or part._forward_pre_hooks
+        or part._backward_hooks
+        or part._backward_pre_hooks
+        or _has_any_global_hook()
+    )
+
+
+def norm_class(norm: torch.nn.Module) -> type[torch.nn.Module]:
+    """What a norm of heads is an instance of, whose forward is that of the others if it is none."""
+    return L2Normalization if isinstance(norm, L2Normalization) else LayerNorm
+
+
+def is_block(module: Any, dtype: torch.dtype, recomputes: bool) -> bool:
+    """Whether a `MultiheadAttention` runs as a block; if not, because a part is observed or replaced, its parts do.
+
+    PyTorch's attention in fp32, and on cuDNN with grouped heads or recomputed, is differentiated by PyTorch itself.
+    """
+    modules = module._modules
+    first, core, proj = modules[module._first_name], modules["core_attention"], modules["proj"]
+    if dtype == torch.float32 or not uses_default_forward(core, DotProductAttention):
+        return False
+    for one in (proj,) if module.attention_type == "self" else (proj, modules["key_value"]):
+        settings = (one.own_recipe is first.own_recipe, one.in_high_precision == first.in_high_precision)
+        if settings != (True, True) or not uses_default_forward(one, Linear):
+            return False
+    if module.input_layernorm:
+        returns = module.return_layernorm_output == first.return_layernorm_output
+        fits = returns and uses_default_forward(first, LayerNormLinear)
+    else:
+        fits = uses_default_forward(first, Linear)
+    if module.q_norm is not None:
+        fits = fits and all(uses_default_forward(one, norm_class(one)) for one in (module.q_norm, module.k_norm))
+    is_cudnn = core.attention_backend == "cudnn"
+    return fits and not (is_cudnn and (recomputes or module.num_gqa_groups != module.num_attention_heads))
+
+
+def prepared(
+    module: Any,
+    dtype: torch.dtype,
+    x: torch.Tensor,
+    mask: Mask,
+    mask_type: str,
+    dropout: Dropout | None,
+    is_first_microbatch: bool | None,
+    source: torch.Tensor | None = None,
+    angles: Angles = None,
+    recomputes: bool = False,
+    window: Window = None,
+    options: Options = NO_OPTIONS,
+    drop_path: DropPath | None = None,
+    run: Run | None = None,
+) -> tuple[Plan, BlockContext, tuple[Any, ...]]:
+    """Of a forward whose arguments are checked; the tensors are those of `Given`, as far as there are any.
+
+    Without `dropout` no residual is added, either. `dtype`: T. `run` is None where nobody has asked yet.
+    """
+    modules = module._modules
+    first, core, proj = modules[module._first_name], modules["core_attention"], modules["proj"]
+    crosses, has_norm, layout = source is not None, module.input_layernorm, module.qkv_format
+    contexts = [first.context(dtype, is_first_microbatch, run)]
+    core_plan: CorePlan = core.core_plan(mask_type, module.window_size if window is None else window)
+    fp8 = context_of(core, dtype, x.device, run)
+    call, cached = _called(module, core_plan, x, source, mask, angles, options, fp8 is not None)
+    core_plan, reads, added, longest = call
+    core_state = core.random_state(x, core_plan)
+    contexts.append(proj.context(dtype, is_first_microbatch, run))
+    norms = None
+    of_norms: Tensors = ()
+    if module.q_norm is not None:
+        norms, of_norms, gamma = head_norms.norms_of(module, dtype, x.device)
+        reads = reads if gamma is None else reads._replace(head_gamma=gamma)
+    norm_weights = named(first, ("layer_norm_weight", "layer_norm_bias")) if has_norm else (None, None)
+    proj_bias = None if dropout is None and proj.return_bias else proj.joined_bias()
+    own: tuple[Any, ...] = (x, *norm_weights, first.joined_weight(), first.joined_bias(), proj.weight, proj_bias)
+    tensors = own
+    if crosses:
+        key_value = modules["key_value"]
+        contexts.append(key_value.context(dtype, is_first_microbatch, run))
+        tensors = (*own, source, key_value.joined_weight(), key_value.joined_bias(), added, *of_norms)
+    elif added is not None or of_norms:
+        tensors = (*own, None, None, None, added, *of_norms)
+    if fp8 is not None:
+        contexts.append(fp8)
+    needs = wanted(*tensors)
+    trains = any(needs[:5]) or any(needs[7:])
+    p, generator = (0.0, None) if dropout is None else dropout
+    if drop_path is not None:
+        reads = reads._replace(kept=drop_path.kept(x.shape[0], x.device))
+    plan = Plan(
+        needs,
+        (
+            layernorm_linear.Plan(dtype, needs[:5], contexts[0].kind, norm_plan(first), first.return_layernorm_output)
+            if has_norm
+            else linear.Plan(dtype, (needs[0], *needs[3:5]), contexts[0].kind)
+        ),
+        linear.Plan(dtype, needs[7:10], contexts[2].kind) if crosses else None,
+        CorePairPlan(
+            (True, True, True, len(needs) > 10 and needs[10]),
+            core_plan,
+            layout,
+            module.num_attention_heads,
+            recomputes and fp8 is None and not torch.compiler.is_compiling(),
+            False,
+            None if fp8 is None else fp8.kind,
+            cached,
+            longest,
+        ),
+        linear.Plan(dtype, (trains, *needs[5:7]), contexts[1].kind),
+        module.heads(0 if crosses else module.num_attention_heads // module.num_gqa_groups),
+        x.shape,
+        None if source is None else source.shape,
+        dropout is not None,
+        p,
+        None if angles is None else module.rotary_pos_interleaved,
+        norms,
+    )
+    state = None if generator is None or p == 0 else generator.take()  # not inside the pair: a compiler cannot trace it
+    context = BlockContext(tuple(contexts), (state, core_state), () if reads is NO_READS else reads)
+    return plan, context, tensors
+
+
+def _called(
+    module: Any,
+    core_plan: CorePlan,
+    x: torch.Tensor,
+    source: torch.Tensor | None,
+    mask: Mask,
+    angles: Angles,
+    options: Options,
+    by_mask: bool,
+) -> tuple[Call, Cached | None]:
+    """The call of attention's core with its angles, and how a cache is used; `by_mask` as in `call_of`."""
+    core, mask_type = module._modules["core_attention"], core_plan.mask_type
+    cached = tokens = None
+    of_q: Any = None
+    of_k: Any = None
+    if angles is not None:
+        of_q, of_k = map(angles_of, angles if isinstance(angles, tuple) else (angles, angles))
+    if options.inference is not None:
+        cached, step = options.inference.step_of(core, MASK_TYPES[mask_type][0] != "none", core_plan.window)
+        call = cached_call_of(core, core_plan, step, x)
+    elif options is NO_OPTIONS and type(mask) is not tuple and core.softmax_type == "vanilla":
+        hidden = full_mask(mask_type, mask)
+        reads = NO_READS if hidden is of_q is None else Reads(hidden, angles_q=of_q, angles_k=of_k)
+        call = Call(core_plan, reads)
+    else:
+        shape, tokens = sizes_of(module, x, x if source is None else source, options)
+        call = call_of(core, core_plan, mask, options, shape, x, by_mask, tokens)
+    if of_q is not None and call.reads.angles_q is None:
+        if tokens is not None:
+            q_positions, k_positions = positions_of(options.lengths, tokens)
+            of_q, of_k = of_q[q_positions], of_k[k_positions]
+        call = call._replace(reads=call.reads._replace(angles_q=of_q, angles_k=of_k))
+    return call, cached
+
+
+def sizes_of(
+    module: Any, x: torch.Tensor, source: torch.Tensor, options: Options
+) -> tuple[Shape, tuple[int, int] | None]:
+    """[b, h, sq, skv], and the tokens of queries and of keys in "thd"."""
+    heads, lengths = module.num_attention_heads, options.lengths
+    if module.qkv_format == "thd":
+        return (lengths.q.shape[0] - 1, heads, lengths.max_q, lengths.max_kv), (x.shape[0], source.shape[0])
+    batch, sequence = module._batch, 1 - module._batch
+    return (x.shape[batch], heads, x.shape[sequence], source.shape[sequence]), None

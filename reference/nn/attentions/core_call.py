@@ -1,0 +1,98 @@
+"""What the arguments of a forward mean for attention's core: how to attend, and which tensors that takes."""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from reference.memory.recompute import Run, current_run
+from reference.nn.attentions.attention_lengths import lengths_alibi, lengths_mask, lengths_of_masks
+from reference.nn.attentions.attention_options import Options
+from reference.nn.attentions.attention_reads import NO_READS, Reads
+from reference.nn.attentions.core_attention import CorePlan, full_mask
+from reference.nn.attentions.inference_step import StepTensors
+from reference.nn.attentions.packing import maps_of
+from reference.nn.core.checks import Shape
+from reference.nn.core.context import ModuleContext
+from reference.ops.attentions.attention_packed import MOST_CHANNELS
+
+
+class Call(NamedTuple):
+    """A forward of attention's core.
+
+    Attributes:
+        core: how to attend.
+        reads: its mask, slopes and lengths, and where packed sequences lie.
+        added: a bias, or sinks; None without.
+        longest: the longest sequences of queries and of keys where packed ones are read as they lie, else None.
+    """
+
+    core: CorePlan
+    reads: Reads
+    added: torch.Tensor | None = None
+    longest: tuple[int, int] | None = None
+
+
+def call_of(
+    module: Any,
+    core: CorePlan,
+    mask: Any,
+    options: Options,
+    shape: Shape,
+    x: torch.Tensor,
+    by_mask: bool,
+    tokens: tuple[int, int] | None = None,
+) -> Call:
+    """The call of a `DotProductAttention` without a cache; `core` has the mask type and the window.
+
+    `shape`: [b, h, sq, skv]. `x` has the activations' device. `by_mask`: the core takes no lengths, so they become a
+    mask; of ALiBi's slopes then a bias, where each sequence has a diagonal of its own. `tokens`: of queries and of keys
+    in "thd".
+    """
+    kind, (bias, lengths, _) = core.mask_type, options
+    added, slopes, counts = bias.values, None, None
+    if bias.given:
+        core = core._replace(bias=bias.kind)
+        slopes = module.slopes(bias, x.device)
+    elif module.softmax_type != "vanilla":
+        core, added = core._replace(softmax=module.softmax_type), module.sinks(x.device)
+    if lengths.given and lengths.read_by(kind):
+        counts = lengths.counts()
+    else:
+        counts = lengths_of_masks(kind, core.window, mask, shape[0], bias.kind)
+    of_entries: Any = (None, None)
+    if counts is None:
+        mask = full_mask(kind, mask)
+    elif not by_mask:
+        of_entries, mask = counts, None
+    else:
+        if slopes is not None and (alibi := lengths_alibi(slopes, kind, counts, shape)) is not None:
+            added, slopes = alibi, None
+        kind, window, mask = lengths_mask(kind, core.window, counts, shape)
+        core = core._replace(mask_type=kind, window=window)
+    reads = Reads(mask, slopes, *of_entries)
+    if tokens is None:
+        return Call(core, reads, added)
+    channels = max(module.hidden_size_per_attention_head_k, module.hidden_size_per_attention_head_v)
+    if by_mask or channels > MOST_CHANNELS:
+        return Call(core, reads.with_maps(*maps_of(lengths, tokens)), added)
+    starts = dict(zip(("q_starts", "kv_starts"), lengths.starts(), strict=True))
+    return Call(core, reads._replace(**starts), added, (lengths.max_q, lengths.max_kv))
+
+
+def cached_call_of(module: Any, core: CorePlan, step: StepTensors, x: torch.Tensor) -> Call:
+    """The call of a `DotProductAttention` with a cache."""
+    reads = NO_READS.with_step(step)
+    if module.softmax_type == "vanilla":
+        return Call(core, reads)
+    return Call(core._replace(softmax=module.softmax_type), reads, module.sinks(x.device))
+
+
+def context_of(module: Any, dtype: torch.dtype, device: torch.device, run: Run | None = None) -> ModuleContext | None:
+    """The context of a forward that uses FP8 state, or calibrates it; None of any other. `run`: as in `prepared`."""
+    run = current_run() if run is None else run
+    if not module.attends_in_fp8(run):
+        return None
+    if module._device != device:
+        module._set_device(device)
+    found: ModuleContext = module.context(dtype, None, run)
+    return found

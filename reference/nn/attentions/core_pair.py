@@ -1,0 +1,214 @@
+"""Attention of q, k and v in their layout: the pair of functions of `DotProductAttention`, and a part of the block's.
+
+    q, k, v  [s, b, h, d] or [b, s, h, d]    of heads `[b, h, s, d]`, as views
+             [t, h, d] (packed sequences)    as they lie, or gathered into [b, s, h, d] and out gathered back
+    out      the same layout with v's d      by one kind of core:
+
+    exact    `twin::attention`, with a mask, a bias, ALiBi, sinks, lengths, a cache
+    (`reference.nn.attentions.core_attention`) FP8      `twin::attention_fp8` (`reference.nn.attentions.attention_fp8`)
+    cuDNN    PyTorch's, outside the bit contract (`reference.nn.attentions.attention_of_torch`)
+
+`attend` and `attend_backward` are for all of them.
+"""
+
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+import torch
+
+from reference.nn.attentions import attention_fp8, attention_of_torch, core_attention
+from reference.nn.attentions.attention_reads import Reads, Tensor
+from reference.nn.attentions.core_attention import CorePlan, Qkv
+from reference.nn.attentions.heads import dense_rows
+from reference.nn.attentions.inference_step import Cached, entered
+from reference.nn.core.context import BlockContext, ModuleContext
+from reference.ops.attentions.attention_options import Options
+from reference.ops.attentions.attention_packed import to_sequences, to_tokens
+from reference.ops.library import twin
+from reference.support.nested import Tensors
+
+
+class Plan(NamedTuple):
+    """Everything but tensors that the launches depend on.
+
+    Attributes:
+        needs: which gradients are wanted: q, k, v and, where it is given, what is added: a bias, or sinks.
+        core: how to attend.
+        layout: "sbhd", "bshd" or "thd".
+        heads: of q.
+        recomputes: whether backward runs attention again instead of keeping its results; not in FP8, where these and
+            the codes take less memory than q, k and v.
+        returns_rows: whether `forward` returns m and inv `[b, h, sq]` beside out.
+        fp8: the kind of the quantizers; None where attention is in 16 bits.
+        cached: None, or how keys and values go through a cache; then there is no backward.
+        longest: of packed sequences that are read as they lie the longest ones' queries and keys.
+    """
+
+    needs: tuple[bool, ...]
+    core: CorePlan
+    layout: str
+    heads: int
+    recomputes: bool = False
+    returns_rows: bool = False
+    fp8: Hashable = None
+    cached: Cached | None = None
+    longest: tuple[int, int] | None = None
+
+    @property
+    def gathers(self) -> bool:
+        """Whether packed sequences are gathered."""
+        return self.layout == "thd" and self.longest is None
+
+    def heads_first(self, x: torch.Tensor) -> torch.Tensor:
+        """`[b, h, s, d]` of sequences in their layout; packed ones as they lie."""
+        if self.longest is not None:
+            return x
+        return x.permute(1, 2, 0, 3) if self.layout == "sbhd" else x.permute(0, 2, 1, 3)
+
+    def in_order(self, x: torch.Tensor) -> torch.Tensor:
+        """The inverse of `heads_first`."""
+        if self.longest is not None:
+            return x
+        return x.permute(2, 0, 1, 3) if self.layout == "sbhd" else x.permute(0, 2, 1, 3)
+
+    def of_fp8(self) -> attention_fp8.Plan:
+        """The plan of attention in FP8."""
+        return attention_fp8.Plan(self.needs[:3], self.core, self.fp8, self.layout == "sbhd")
+
+
+class Saved(NamedTuple):
+    """What backward reads.
+
+    Attributes:
+        q, k, v: in their layout, gathered ones as sequences; None in FP8, where `attended` has codes.
+        attended: the core's results; with `Plan.recomputes` the random state from before it.
+        added: a bias, or sinks.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    attended: Any
+    added: Tensor
+
+
+def options_of(plan: Plan, reads: Reads, state: Tensor, added: Tensor) -> Options:
+    """What the ops of exact attention take after q, k and v."""
+    found = plan.core.options(reads.mask, state, added, reads.slopes, reads.q_lengths, reads.kv_lengths)
+    if plan.longest is None:
+        return found
+    longest_q, longest_kv = plan.longest
+    of_q, of_kv = reads.q_starts, reads.kv_starts
+    return found._replace(q_starts=of_q, kv_starts=of_kv, longest_q=longest_q, longest_kv=longest_kv)
+
+
+def attend(
+    plan: Plan,
+    fp8: ModuleContext | None,
+    state: Tensor,
+    reads: Reads,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    added: Tensor,
+) -> tuple[torch.Tensor, Any, tuple[Any, Any, Any]]:
+    """out in q's layout, what is saved of the core (`Saved.attended`), and q, k and v as they are saved.
+
+    q, k and v are in their layout; `added`: a bias, or sinks; `fp8`: the context of attention in FP8.
+    """
+    if plan.gathers:
+        of_q, of_kv = reads.maps()
+        q, k, v = to_sequences(q, of_q), to_sequences(k, of_kv), to_sequences(v, of_kv)
+    kept: tuple[Any, Any, Any] = (q, k, v)
+    attended: Any
+    if fp8 is None:
+        heads = (plan.heads_first(q), plan.heads_first(k), plan.heads_first(v))
+        out, attended = _attend_by_heads(plan, reads, state, added, *heads)
+        out = plan.in_order(out)
+    else:
+        context = BlockContext((fp8,), (state,), (reads.mask,))
+        out, attended = attention_fp8.forward(plan.of_fp8(), context, q, k, v)
+        kept = (None, None, None)
+    return to_tokens(out, of_q) if plan.gathers else out, attended, kept
+
+
+def _attend_by_heads(
+    plan: Plan, reads: Reads, state: Tensor, added: Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, Any]:
+    """out `[b, h, s, d]` and what backward reads of it."""
+    core = plan.core
+    if core.backend == "cudnn":
+        return attention_of_torch.cudnn_attend(core, any(plan.needs), q, k, v)
+    if plan.cached is None:
+        return core_attention.attend(options_of(plan, reads, state, added), q, k, v)
+    core, hidden, qkv = entered(plan.cached, reads.step(), core, q, k, v)
+    out, attended = core_attention.attend(core.options(hidden, state, added), *qkv)
+    rows = attended._replace(m=attended.m.reshape(q.shape[:3]), inv=attended.inv.reshape(q.shape[:3]))
+    return out.reshape(*q.shape[:3], v.shape[3]), rows
+
+
+def attend_backward(
+    plan: Plan, reads: Reads, saved: Saved, fp8: ModuleContext | None, grad: torch.Tensor
+) -> tuple[Any, Any, Any, Tensor]:
+    """The gradients of q, k and v in their layout, and of what is added."""
+    if plan.gathers:
+        of_q, of_kv = reads.maps()
+        grad = to_sequences(grad, of_q)
+    dq: Any
+    dk: Any
+    dv: Any
+    dadded: Tensor = None
+    if fp8 is not None:
+        context = BlockContext((fp8,), (None,), (reads.mask,))
+        dq, dk, dv = attention_fp8.backward(plan.of_fp8(), context, saved.attended, grad)
+    else:
+        qkv = (plan.heads_first(saved.q), plan.heads_first(saved.k), plan.heads_first(saved.v))
+        *heads, dadded = _backward_by_heads(plan, reads, saved, qkv, dense_rows(plan.heads_first(grad)))
+        dq, dk, dv = map(plan.in_order, heads)
+    if plan.gathers:
+        dq, dk, dv = to_tokens(dq, of_q), to_tokens(dk, of_kv), to_tokens(dv, of_kv)
+    return dq, dk, dv, dadded
+
+
+def _backward_by_heads(plan: Plan, reads: Reads, saved: Saved, qkv: Qkv, grad: torch.Tensor) -> Any:
+    """dq, dk, dv `[b, h, s, d]`, and the gradient of what is added."""
+    attended, added = saved.attended, saved.added
+    if plan.core.backend == "cudnn":
+        return *attention_of_torch.cudnn_attend_backward(plan.core, qkv, attended, grad), None
+    if plan.recomputes:
+        again = None if attended is None else attended.clone()
+        _, attended = core_attention.attend(options_of(plan, reads, again, added), *qkv)
+    options = options_of(plan, reads, attended.state, added)
+    grads = core_attention.attend_backward(options, qkv, attended, grad)
+    if added is None or not plan.needs[3]:
+        return *grads, None
+    out, m, inv, _ = attended
+    if options.sinks is not None:
+        where = (options.q_lengths, options.q_starts) if options.packed else ()
+        return *grads, twin.attention_sink_backward(grad, out, m, inv, added, *where)
+    return *grads, twin.attention_bias_backward(grad, *qkv, out, m, inv, *options)
+
+
+def forward(plan: Plan, context: BlockContext, *given: Tensor) -> tuple[Any, Saved]:
+    """out `[.., .., h·d]` or `[t, h·d]` of q, k and v, and of a bias or of sinks; with `returns_rows` (out, m, inv)."""
+    fp8 = context.modules[0] if context.modules else None
+    tensors: Any = given if len(given) == 4 else (*given, None)
+    out, attended, kept = attend(plan, fp8, context.random[0], Reads.of(context.reads), *tensors)
+    # A view must not be returned.
+    out = torch.ops.aten._unsafe_view(out.contiguous(), (*out.shape[:-2], out.shape[-2] * out.shape[-1]))
+    results = (out, attended.m, attended.inv) if plan.returns_rows else out
+    if plan.recomputes:
+        attended = attended.state
+    elif not plan.gathers:  # the result itself is saved, and not other views of it: autograd sees a change in place
+        attended = attended._replace(out=out)
+    return results, Saved(*kept, attended, tensors[3])
+
+
+def backward(plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor, *unused: torch.Tensor) -> Tensors:
+    """The gradients of q, k and v, and of what is added, if it is given; m and inv get none: they are looked at."""
+    fp8 = context.modules[0] if context.modules else None
+    grad = grad.unflatten(-1, (plan.heads, -1))
+    if not plan.gathers and not plan.recomputes:
+        out = plan.heads_first(saved.attended.out.unflatten(-1, (plan.heads, -1)))
+        saved = saved._replace(attended=saved.attended._replace(out=out))
+    return attend_backward(plan, Reads.of(context.reads), saved, fp8, grad)[: len(plan.needs)]

@@ -1,0 +1,56 @@
+"""Queries, keys and values side by side in one projection, and the pair of functions that splits them."""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from reference.nn.core.context import BlockContext
+from reference.ops.casts.cat_cast_transpose import side_by_side
+from reference.support.nested import Tensors
+
+
+def dense_rows(x: torch.Tensor) -> torch.Tensor:
+    """x with a contiguous last dimension: PyTorch's own attention and expanded gradients have any strides."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+class Heads(NamedTuple):
+    """Layout of q, k and v in a projection: `[group, part, channel]` if interleaved, else `[part, group, channel]`."""
+
+    parts: tuple[int, ...]
+    groups: int
+    channels: int
+    interleaved: bool
+
+    @property
+    def rows(self) -> int:
+        """The number of groups for `side_by_side`."""
+        return self.groups if self.interleaved else 1
+
+    def split(self, mixed: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """q, k and v `[.., .., heads, channels]` of the projection."""
+        rows, lead = sum(self.parts), mixed.shape[:-1]
+        whole = (self.groups, rows) if self.interleaved else (rows, self.groups)
+        pieces = mixed.unflatten(-1, (*whole, self.channels)).split(self.parts, dim=-2 if self.interleaved else -3)
+        sizes = [(*lead, self.groups * part, self.channels) for part in self.parts]
+        return tuple([piece.reshape(size) for piece, size in zip(pieces, sizes, strict=True)])
+
+
+class SplitPlan(NamedTuple):
+    """Whether the gradient is wanted, and the layout of the heads."""
+
+    needs: tuple[bool, ...]
+    heads: Heads
+
+
+def split_forward(plan: SplitPlan, context: BlockContext, mixed: torch.Tensor) -> tuple[Any, tuple[()]]:
+    """q, k and v `[.., .., heads, channels]`."""
+    return plan.heads.split(mixed), ()
+
+
+def split_backward(plan: SplitPlan, context: BlockContext, saved: tuple[()], *grads: torch.Tensor) -> Tensors:
+    """The gradients of q, k and v, side by side."""
+    heads, lead = plan.heads, grads[0].shape[:-2]
+    grads = tuple(dense_rows(grad) for grad in grads)
+    rows = [grad.reshape(lead.numel(), grad.shape[-2] * grad.shape[-1]) for grad in grads]
+    return (side_by_side(rows, heads.rows).view(*lead, sum(heads.parts) * heads.groups * heads.channels),)

@@ -1,0 +1,321 @@
+"""`InferenceParams`: a cache of keys and values, so that a model that writes text projects only what is new.
+
+    params = InferenceParams(max_batch_size, max_sequence_length, num_heads_kv, head_dim_k, dtype)
+    params.pre_step({sequence: new tokens, ...})     row r of the batch is the r-th of these sequences
+    y = layer(x, inference_params=params)            in every layer, each with a layer_number of its own
+
+Keys and values [max_batch_size, max_sequence_length, num_heads_kv, head_dim] of a layer are allocated once. Of a
+sequence with n tokens in the cache, new token i has position n + i: q and k are rotated by its angle, k and v are
+copied to row n + i, and its query sees keys 0 .. n + i under a causal mask type (all of its sequence under any other),
+as far as the window permits. Nothing is computed in another way than without a cache: `twin::attention` reads its keys
+in the same blocks, from key 0, and what is hidden from a query changes no bit of its row (docs/inference.md).
+
+Source: Transformer Engine's `pytorch/attention/inference.py`, without pages and thd.
+"""
+
+import weakref
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import torch
+
+from reference.arguments import check_arguments, is_int
+from reference.nn.attentions.inference_step import Cached, StepTensors
+from reference.nn.core.attributes import OfCache
+from reference.nn.core.parameters import DeviceDefault
+from reference.ops.attentions.attention import BLOCK
+from reference.support import not_offered
+
+
+@not_offered.without_methods
+class InferenceParams(OfCache, DeviceDefault):
+    """The caches of a model's layers, and how far each sequence is. Arguments are Transformer Engine's.
+
+    Args:
+        max_batch_size: sequences at a time.
+        max_sequence_length: tokens of a sequence, its prompt included.
+        num_heads_kv, head_dim_k: heads of keys and their size: a layer's num_gqa_groups and kv_channels.
+        head_dim_v: size of a head of values; None is head_dim_k.
+        dtype: of the caches: the activations' dtype, or torch.autocast's.
+        qkv_format, max_ctx_len: accepted as in Transformer Engine, without effect; a layer's own format counts.
+        is_paged, total_num_pages, page_size, custom_cache_manager: only "off" is offered.
+        device: of the caches; None is the package's own.
+
+    Attributes:
+        cache: by layer number, keys and values [max_batch_size, max_sequence_length, num_heads_kv, head_dim_k or _v].
+        sequences: the length of each sequence in the batch, its new tokens included, in the order of the batch.
+        batch_size: how many they are.
+        pre_step_seqlens: int32 [max_batch_size], their lengths before the step, on the device.
+
+    `pre_step` changes tensors where they lie. So a step of one token, once captured in a CUDA graph, can be replayed
+    after each `pre_step`; in a capture attention reads the whole cache, because a graph's shapes stay.
+    """
+
+    def __init__(
+        self,
+        max_batch_size: int,
+        max_sequence_length: int,
+        num_heads_kv: int | None = None,
+        head_dim_k: int | None = None,
+        dtype: torch.dtype | None = None,
+        head_dim_v: int | None = None,
+        is_paged: bool = False,
+        total_num_pages: int | None = None,
+        page_size: int | None = None,
+        max_ctx_len: int | None = None,
+        qkv_format: str = "bshd",
+        custom_cache_manager: Any = None,
+        *,
+        device: torch.device | str | None = None,
+    ) -> None:
+        check_arguments("InferenceParams", locals())
+        assert num_heads_kv is not None
+        assert head_dim_k is not None
+        assert dtype is not None
+        self.max_batch_size, self.max_sequence_length = int(max_batch_size), int(max_sequence_length)
+        self.num_heads_kv, self.head_dim_k, self.dtype = int(num_heads_kv), int(head_dim_k), dtype
+        self.head_dim_v, self.is_paged = self.head_dim_k if head_dim_v is None else int(head_dim_v), False
+        self.cache: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.sequences: dict[Hashable, int] = {}
+        self._starts: list[int] = []
+        self._steps: list[int] = []
+        self._used = 0  # rows of the caches that hold, or held, a sequence
+        self._owners: dict[int, Any] = {}
+        self._ran: set[int] = set()  # layers, since the last `pre_step`
+        self._captured = False
+        self._mixed: dict[Any, tuple[torch.Tensor, ...]] = {}
+        self.max_ctx_len = self.max_sequence_length if max_ctx_len is None else int(max_ctx_len)
+        self.input_qkv_format, self.cache_qkv_format = qkv_format, "bshd"
+        device = self.resolve_device(device)
+        with torch.inference_mode(False):  # outside of it, torch changes no tensor that was made in it
+            self.pre_step_seqlens = torch.zeros(self.max_batch_size, dtype=torch.int32, device=device)
+            self._rows = torch.zeros(self.max_batch_size, dtype=torch.int64, device=device)
+            self._first = torch.arange(self.max_batch_size, device=device) * self.max_sequence_length
+            self._columns = torch.arange(self.max_sequence_length, dtype=torch.int32, device=device)
+        self.device = self.pre_step_seqlens.device
+        self._hidden: dict[int, torch.Tensor] = {}  # with one token of each sequence, by the window's left side
+
+    def __repr__(self) -> str:
+        names = ("max_batch_size", "max_sequence_length", "num_heads_kv", "head_dim_k", "head_dim_v", "dtype", "device")
+        return f"InferenceParams({', '.join(f'{name}={getattr(self, name)}' for name in names)})"
+
+    @property
+    def batch_size(self) -> int:
+        """How many sequences the batch has."""
+        return len(self.sequences)
+
+    def get_seqlens_pre_step(self) -> torch.Tensor:
+        """`pre_step_seqlens`."""
+        return self.pre_step_seqlens
+
+    def allocate_memory(self, layer_number: int) -> None:
+        """Make the cache of a layer that has none. Layers do so; `DotProductAttention` by itself needs it done."""
+        if not is_int(layer_number) or layer_number < 1:
+            raise ValueError(f"InferenceParams: layer_number={layer_number!r}; an int from 1 on is accepted.")
+        if layer_number in self.cache:
+            return
+        self._check_begun("InferenceParams", layer_number)
+        shape = (self.max_batch_size, self.max_sequence_length, self.num_heads_kv)
+        with torch.inference_mode(False):
+            sizes = (self.head_dim_k, self.head_dim_v)
+            made = [torch.zeros(*shape, size, dtype=self.dtype, device=self.device) for size in sizes]
+        self.cache[int(layer_number)] = (made[0], made[1])
+
+    def reset(self) -> None:
+        """Forget all sequences; the memory stays."""
+        self.sequences, self._starts, self._steps = {}, [], []
+        self._ran = set()
+        self._mixed.clear()
+
+    # --- a step's beginning --------------------------------------------------------------------------
+
+    def pre_step(self, step_dict: Mapping[Hashable, int]) -> dict[Hashable, int]:
+        """Say which sequences the next forward has, in the batch's order, and how many new tokens each; their lengths.
+
+        A name that the step before had goes on (by as many tokens as said; Transformer Engine's by one). A new name
+        begins a sequence. One that is left out is over, and the cache has room for another. Where sequences have
+        different numbers of new tokens, those of each are at its row's beginning.
+        """
+        steps = self._checked(step_dict)
+        before = list(self.sequences)
+        origins = [before.index(name) if name in self.sequences else None for name in step_dict]
+        goes_on = origins == list(range(len(before))) and len(set(self._steps)) == 1
+        self._move(origins)
+        moved_on = self._steps[0] if goes_on else 0
+        starts = [self.sequences.get(name, 0) for name in step_dict]
+        self.sequences = {name: start + n for name, start, n in zip(step_dict, starts, steps, strict=True)}
+        self._starts, self._steps, self._ran = starts, steps, set()
+        self._used = max(self._used, len(steps))
+        self._mixed.clear()
+        if goes_on:  # without a copy from the host, which would wait for the GPU
+            self.pre_step_seqlens[: len(steps)] += moved_on
+        else:
+            self.pre_step_seqlens[: len(steps)] = torch.tensor(starts, dtype=torch.int32, device="cpu")
+        torch.add(self._first, self.pre_step_seqlens, out=self._rows)
+        for left, hidden in self._hidden.items():
+            self._hide(left, hidden)
+        return self.sequences
+
+    def _checked(self, step_dict: Mapping[Hashable, int]) -> list[int]:
+        """The numbers of new tokens, after everything that `pre_step` refuses."""
+        name = "InferenceParams.pre_step"
+        if not isinstance(step_dict, Mapping) or not step_dict or not all(map(is_int, step_dict.values())):
+            raise TypeError(f"{name}: step_dict={step_dict!r}; a dict from sequences to their new tokens is accepted.")
+        steps = [int(n) for n in step_dict.values()]
+        if len(steps) > self.max_batch_size:
+            raise ValueError(
+                f"{name}: step_dict has {len(steps)} sequences; max_batch_size={self.max_batch_size} are accepted."
+            )
+        for one, n in zip(step_dict, steps, strict=True):
+            start = self.sequences.get(one, 0)
+            if n < 1 or start + n > self.max_sequence_length:
+                raise ValueError(
+                    f"{name}: sequence {one!r} has {start} tokens and gets {n}; 1 or more are accepted, and "
+                    f"max_sequence_length={self.max_sequence_length} of them together."
+                )
+        missing = sorted(self.cache.keys() - self._ran)
+        if self._steps and missing and not self._captured:
+            raise RuntimeError(
+                f"{name}: the layers {missing} have not run since the last pre_step, so their caches lack its tokens; "
+                f"a forward of them is accepted, or reset()."
+            )
+        return steps
+
+    def _move(self, origins: list[int | None]) -> None:
+        """Bring the rows of all caches into the batch's order."""
+        moves = [(to, at) for to, at in enumerate(origins) if at is not None and to != at]
+        # What is hidden has the weight +0, but +0 times an infinity that a sequence left behind would be NaN.
+        stale = [to for to, at in enumerate(origins) if at is None and to < self._used]
+        for keys, values in self.cache.values():
+            for cache in (keys, values) if moves else ():
+                cache[[to for to, _ in moves]] = cache[[at for _, at in moves]]
+            for row in stale:
+                values[row].zero_()
+
+    def _hide(self, left: int, hidden: torch.Tensor) -> None:
+        """Which keys the next token of each sequence does not see; `left` is the window's, or -1."""
+        view, last = hidden[:, 0, 0], self.pre_step_seqlens[:, None]
+        torch.gt(self._columns, last, out=view)
+        if left >= 0:
+            view.logical_or_(self._columns < last - left)
+
+    # --- what layers ask -----------------------------------------------------------------------------
+
+    def _check_begun(self, layer: str, number: int) -> None:
+        if number not in self.cache and any(self._starts):
+            raise ValueError(
+                f"{layer}: layer_number={number} has no cache, and the sequences have tokens that belong into it; "
+                f"one of {sorted(self.cache)} is accepted, or reset()."
+            )
+
+    def check(
+        self,
+        layer: str,
+        core: Any,
+        dtype: torch.dtype,
+        device: torch.device,
+        sizes: tuple[int, int],
+        mask: Any,
+        kind: str,
+        alone: bool = False,
+    ) -> None:
+        """Refuse a forward of `layer` that the cache does not fit, before anything changes.
+
+        Args:
+            core: the layer's `DotProductAttention`.
+            dtype, device: of its activations.
+            sizes: the batch, and the length of the new tokens.
+            mask, kind: `attention_mask` and the mask type.
+            alone: whether `core` is called by itself, and so nobody else allocates its cache.
+        """
+        if torch.compiler.is_compiling():
+            raise NotImplementedError(f"{layer}: inference_params under torch.compile is not offered; eager mode is.")
+        if core.attention_type == "cross" or core.attention_backend == "cudnn" or kind == "arbitrary":
+            raise NotImplementedError(
+                f"{layer}: inference_params with attention_type={core.attention_type!r}, attention_backend="
+                f"{core.attention_backend!r} and the mask type {kind!r} is not offered; 'self', 'exact' and any type "
+                f"but 'arbitrary' are accepted."
+            )
+        if mask is not None:
+            raise ValueError(
+                f"{layer}: attention_mask with inference_params; None is accepted (pre_step gives lengths)."
+            )
+        ours = (self.num_heads_kv, self.head_dim_k, self.head_dim_v)
+        heads = (core.hidden_size_per_attention_head_k, core.hidden_size_per_attention_head_v)
+        if ours != (core.num_gqa_groups, *heads):
+            raise ValueError(
+                f"{layer}: num_gqa_groups={core.num_gqa_groups} and heads of {heads[0]} (keys) and {heads[1]} (values) "
+                f"channels, and inference_params has num_heads_kv, head_dim_k and head_dim_v {ours}; equal ones are "
+                f"accepted."
+            )
+        if dtype != self.dtype or device != self.device:
+            raise TypeError(
+                f"{layer}: the activations are {dtype} on {device} and the cache is {self.dtype} on {self.device}; "
+                f"one dtype and one device are accepted."
+            )
+        wanted = (self.batch_size, max(self._steps, default=0))
+        if sizes != wanted:
+            raise ValueError(
+                f"{layer}: a batch of {sizes[0]} with {sizes[1]} new tokens; {wanted[0]} with {wanted[1]}, as pre_step "
+                f"said, is accepted."
+            )
+        number = core.layer_number
+        owner = self._owners.get(number, lambda: None)()
+        if owner is not None and owner is not core:
+            raise ValueError(
+                f"{layer}: layer_number={number} is another layer's; a layer_number of its own for each is accepted."
+            )
+        if alone and number not in self.cache:
+            raise ValueError(
+                f"{layer}: layer_number={number} has no cache; one of {sorted(self.cache)} is accepted, or "
+                f"allocate_memory({number}) before."
+            )
+        self._check_begun(layer, number)
+
+    def step_of(self, core: Any, causal: bool, window: tuple[int, int]) -> tuple[Cached, StepTensors]:
+        """How a layer that `check` accepts reads its cache in this step, which now counts as done."""
+        number = core.layer_number
+        self.allocate_memory(number)
+        self._owners[number] = weakref.ref(core)
+        self._ran.add(number)
+        cache, length, longest = self.cache[number], max(self._steps), max(self.sequences.values())
+        if length == 1:
+            capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+            self._captured = self._captured or capturing
+            # Whole blocks of keys: for as many steps, all launches are the same.
+            blocks = self.max_sequence_length if capturing else -(-longest // BLOCK) * BLOCK
+            keys, batch = min(blocks, self.max_sequence_length), self.batch_size
+            hidden = self._hidden_from(window[0])[:batch, :, :, :keys]
+            parts = (self.pre_step_seqlens[:batch], self._rows[:batch], None, hidden)
+            return Cached("one", 0, keys), StepTensors(*cache, *parts)
+        if len(set(zip(self._starts, self._steps, strict=True))) == 1:
+            return Cached("equal", self._starts[0], longest), StepTensors(*cache)
+        if (causal, window) not in self._mixed:
+            self._mixed[causal, window] = self._mixed_tensors(causal, window, length, longest)
+        return Cached("mixed", 0, longest), StepTensors(*cache, *self._mixed[causal, window])
+
+    def _hidden_from(self, left: int) -> torch.Tensor:
+        if left not in self._hidden:
+            shape = (self.max_batch_size, 1, 1, self.max_sequence_length)
+            with torch.inference_mode(False):
+                self._hidden[left] = torch.empty(shape, dtype=torch.bool, device=self.device)
+            self._hide(left, self._hidden[left])
+        return self._hidden[left]
+
+    def _mixed_tensors(self, causal: bool, window: tuple[int, int], length: int, longest: int) -> Any:
+        """positions, rows, source and hidden of `StepTensors`."""
+        starts, steps = (
+            torch.tensor(one, dtype=torch.int64, device="cpu")[:, None] for one in (self._starts, self._steps)
+        )
+        new, columns = torch.arange(length, device="cpu"), torch.arange(longest, device="cpu")
+        at = starts + new  # [b, s]
+        exists = new < steps
+        rows = (at + torch.arange(len(starts), device="cpu")[:, None] * self.max_sequence_length)[exists]
+        lower = at - window[0] if window[0] >= 0 else torch.zeros_like(at)
+        ends = starts + steps
+        upper = at if causal else at + window[1] if window[1] >= 0 else ends.expand_as(at)
+        upper = torch.minimum(upper, ends - 1)
+        hidden = ~exists[..., None] | (columns < lower[..., None]) | (columns > upper[..., None])
+        positions = torch.minimum(at, ends - 1).t().flatten().int()
+        found = (positions, rows, exists.flatten().nonzero()[:, 0], hidden[:, None])
+        return tuple(t.to(self.device) for t in found)

@@ -1,0 +1,104 @@
+"""What a layer does with its cache in a step of inference: rotate, copy and attend by the tensors of that step.
+
+`reference.nn.attentions.inference.InferenceParams.step_of` makes them.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from reference.arguments import MASK_TYPES
+from reference.nn.attentions.core_attention import CorePlan
+from reference.ops.library import twin
+
+
+class Cached(NamedTuple):
+    """Everything but tensors that a step's launches depend on.
+
+    Attributes:
+        layout: "one" new token of every sequence; "equal": as many of each, after as many; or "mixed".
+        start: with "equal" the tokens of each sequence before the step, otherwise 0.
+        keys: rows of the cache that attention reads.
+    """
+
+    layout: str
+    start: int
+    keys: int
+
+
+class StepTensors(NamedTuple):
+    """What a layer reads in a step, and the cache, which it changes.
+
+    Attributes:
+        keys, values: the layer's cache [max_batch_size, max_sequence_length, heads, channels].
+        positions: int32, of the tokens in the order [s, b]; None with "equal".
+        rows: int64, where new tokens go in the cache as [tokens, heads, channels]; None with "equal".
+        source: int64, which of the tokens in the order [b, s] those are; only with "mixed".
+        hidden: bool [b, 1, s, keys], True where a query does not see a key; None with "equal".
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    positions: torch.Tensor | None = None
+    rows: torch.Tensor | None = None
+    source: torch.Tensor | None = None
+    hidden: torch.Tensor | None = None
+
+
+def turned(cached: Cached, step: StepTensors, x: torch.Tensor, angles: torch.Tensor, pairs: bool) -> torch.Tensor:
+    """x [s, b, h, d] rotated by its positions' rows of angles [positions, d2]; `pairs`: neighbours are paired."""
+    if step.positions is None:
+        return twin.rotary(x, angles[cached.start : cached.start + x.shape[0]], pairs, False)
+    rows = x.reshape(-1, 1, *x.shape[2:])
+    return twin.rotary(rows, angles.index_select(0, step.positions), pairs, False).view(x.shape)
+
+
+def entered(
+    cached: Cached, step: StepTensors, core: CorePlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> tuple[CorePlan, torch.Tensor | None, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Copy k and v to the cache; how to attend now, the mask, and the q, k and v that attention reads.
+
+    All are [b, heads, s, d]. With one token of each sequence, the queries that share a head of keys become the rows of
+    one head, [b, heads of keys, queries, d], so that keys are read once.
+    """
+    for cache, new in ((step.keys, k), (step.values, v)):
+        new = new.transpose(1, 2)
+        if step.rows is None:
+            cache[: new.shape[0], cached.start : cached.keys].copy_(new)
+            continue
+        tokens = new.reshape(-1, *new.shape[2:])
+        tokens = tokens if step.source is None else tokens.index_select(0, step.source)
+        cache.view(-1, *cache.shape[2:]).index_copy_(0, step.rows, tokens)
+    keys, values = (cache[: q.shape[0], : cached.keys].transpose(1, 2) for cache in (step.keys, step.values))
+    if cached.layout == "equal":
+        causal = MASK_TYPES[core.mask_type][0] != "none"
+        return core._replace(mask_type="causal_bottom_right" if causal else "no_mask"), None, (q, keys, values)
+    if cached.layout == "one" and core.softmax == "vanilla":  # a sink belongs to one head of queries
+        q = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])
+    return core._replace(mask_type="no_mask", window=(-1, -1)), step.hidden, (q, keys, values)
+
+
+class _End(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        raise RuntimeError(
+            "inference_params: a backward has reached a forward with a cache, which keeps nothing for gradients; a "
+            "backward of forwards without inference_params is accepted."
+        )
+
+
+def ended(module: torch.nn.Module, *arguments: Any, **more: Any) -> Any:
+    """The results of `module.forward` without gradients; a backward that reaches them raises a sentence."""
+    with torch.no_grad():
+        results = module.forward(*arguments, **more)
+    tensors = [x for x in (*arguments, *module.parameters()) if isinstance(x, torch.Tensor)]
+    if not any(x.requires_grad for x in tensors):
+        return results
+    anchor = torch.empty(0, requires_grad=True, dtype=torch.float32, device="cpu")
+    if not isinstance(results, tuple):
+        return _End.apply(results, anchor)
+    return tuple(_End.apply(x, anchor) if isinstance(x, torch.Tensor) else x for x in results)

@@ -1,0 +1,220 @@
+"""Random state of layers with dropout, bias + dropout + residual under autograd, and stochastic depth.
+
+y = T( residual + T( dropout( T( x + bias ) ) ) )       T: one rounding to x's dtype; order in
+`reference.ops.random.dropout` y = T( residual + T( m · T( dropout( T( x + bias ) ) ) ) )             with `DropPath`: m
+is 0 or fp32(1 / (1 − p))
+"""
+
+import contextlib
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from reference.memory import recompute
+from reference.memory.rng_tracker import CudaRNGStatesTracker
+from reference.nn.core.autograd import differentiable, rounded_gradient, wanted
+from reference.nn.core.compiled import before, order
+from reference.nn.core.context import BlockContext
+from reference.nn.core.parameters import forked
+from reference.numbers import philox
+from reference.ops.library import twin
+from reference.ops.random.dropout import state_or_none
+from reference.recipes.quantized import as_dtype
+from reference.state import graph_seeds
+from reference.state.applied_device import byte_after
+from reference.state.threads import here
+from reference.support.nested import Tensors
+from reference.support.transforms import Unscripted
+
+
+class Generator(torch.nn.Module):
+    """A layer's random state: int64 `[seed, offset]` on its device; each op with dropout advances the offset.
+
+    In each forward of its layer `draw` takes a new seed from torch's default CPU generator, so torch's own seeds and
+    states decide about the masks, the same on every device. A CUDA graph does so at each replay
+    (`reference.state.graph_seeds`).
+
+    Args:
+        device: of the state.
+        get_rng_state_tracker: seeds are drawn inside `tracker().fork()`.
+    """
+
+    def __init__(self, device: torch.device, get_rng_state_tracker: Callable[[], Any] | None = None) -> None:
+        super().__init__()
+        self._get_rng = get_rng_state_tracker
+        self._put(philox.new_state(device))
+
+    def _put(self, state: torch.Tensor) -> None:
+        self.state = state
+        with torch.inference_mode(False):
+            self._one = torch.tensor([1, 0], dtype=torch.int64, device=state.device)
+        order(state.device)  # made before a compiler needs it
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        """Follow the module's device; a state that leaves the meta device draws a seed."""
+        super()._apply(fn, recurse)
+        device = byte_after(fn, self.state.device).device
+        if device != self.state.device:
+            with torch.inference_mode(False):
+                state = philox.new_state(device) if self.state.is_meta else self.state.to(device)
+            self._put(state)
+        return self
+
+    def draw(self, device: torch.device) -> None:
+        """Draw a new seed for this forward, or let a CUDA graph that is captured draw it; not in a recomputation.
+
+        `device` is the input's: a loader that replaces parameters one by one leaves the state on the meta device.
+        """
+        thread, again = here(), recompute.frame_replaying()
+        if again is not None:
+            tracker = None if self._get_rng is None else self._get_rng()
+            # As the first run did, so that torch's own dropout after it repeats, too; but no tracker is left advanced.
+            restored = tracker is None or tracker is again.tracker or isinstance(tracker, CudaRNGStatesTracker)
+            if again.draws and restored and not self._captured():
+                with forked(self._get_rng):
+                    philox.draw_seed()
+            return
+        if self.state.is_meta and device.type != "meta":
+            self._put(philox.new_state(device))
+        elif thread.undrawn:
+            return
+        elif torch.compiler.is_compiling():
+            if self._get_rng is not None:
+                raise NotImplementedError(
+                    "get_rng_state_tracker with dropout under torch.compile is not offered: a compiled graph cannot "
+                    "fork random states; eager mode is accepted."
+                )
+            torch.ops.twin.draw_seed(order(self.state.device), self.state)
+        elif self._captured():
+            self._draw_at_replays()
+        else:
+            with forked(self._get_rng):
+                # One launch with the seed as an argument makes (seed, 0); a copy would wait for the GPU.
+                torch.mul(self._one, philox.draw_seed(), out=self.state)
+
+    def _captured(self) -> bool:
+        return graph_seeds.capturing(self.state.device)
+
+    def _draw_at_replays(self) -> None:
+        draws = graph_seeds.present()
+        if draws is None:  # a graph that is not PyTorch's goes on from the present state
+            return
+        with contextlib.nullcontext() if self._get_rng is None else draws.forked(partial(forked, self._get_rng)):
+            torch.mul(self._one, draws.slot(self.state.device), out=self.state)
+
+    def take(self) -> torch.Tensor:
+        """The state for an op that advances it; in a recomputation a copy of the first run's."""
+        recorded = recompute.recalled(self, self.state)
+        return recorded.clone() if recompute.replaying() else self.state
+
+
+class Plan(NamedTuple):
+    """Which gradients are wanted (x, bias, residual), and the probability of dropping an element."""
+
+    needs: tuple[bool, ...]
+    p: float
+
+
+class Saved(NamedTuple):
+    """What backward reads: the random state from before the forward; None where nothing is dropped."""
+
+    state: torch.Tensor | None
+
+
+def drop_forward(
+    plan: Plan, context: BlockContext, x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None
+) -> tuple[torch.Tensor, Saved]:
+    """y `[tokens, hidden]`."""
+    (state,) = context.random
+    state_before = before(state)
+    return twin.bias_dropout_add(x, bias, residual, plan.p, state_or_none(state, x)), Saved(state_before)
+
+
+def drop_backward(plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor) -> Tensors:
+    """dx, db, dresidual."""
+    needs, grad = plan.needs, grad.contiguous()
+    dx = grad if plan.p == 0 else twin.dropout_backward(grad, plan.p, saved.state) if any(needs[:2]) else None
+    return dx if needs[0] else None, twin.dbias(dx) if needs[1] else None, grad if needs[2] else None
+
+
+def bias_dropout_add(
+    x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, p: float, generator: Generator | None
+) -> torch.Tensor:
+    """`residual + dropout(x + bias)` of `[..., hidden]`; without a generator, or with p = 0, nothing is dropped."""
+    state = generator.take() if generator is not None and p > 0 else None
+    flat = None if residual is None else residual.reshape(-1, x.shape[-1]).contiguous()
+    tensors = (x.reshape(-1, x.shape[-1]).contiguous(), bias, flat)
+    plan = Plan(wanted(*tensors), p if state is not None else 0.0)
+    return differentiable(drop_forward, drop_backward, plan, BlockContext(random=(state,)), *tensors).view(x.shape)
+
+
+def times_kept(x: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    """T( m · x ) of x `[n, ...]` and m `[n]`; in a pair of functions it is also what the gradient becomes."""
+    return (x.float() * kept.view(-1, *[1] * (x.dim() - 1))).to(x.dtype)
+
+
+def added(
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor,
+    p: float,
+    state: torch.Tensor | None,
+    kept: torch.Tensor,
+    shape: torch.Size,
+) -> torch.Tensor:
+    """T( residual + T( m · T( dropout( T( x + bias ) ) ) ) ) of `[tokens, hidden]`; m is of the entries of `shape`."""
+    bias = None if bias is None else as_dtype(bias, x.dtype)
+    y = twin.bias_dropout_add(x, bias, None, p, state_or_none(state, x))
+    y = times_kept(y.view(shape), kept).view(x.shape)
+    return twin.bias_dropout_add(y, None, residual, 0.0, state_or_none(None, y))  # an op rounds under a compiler, too
+
+
+def before_dropped(
+    grad: torch.Tensor, p: float, state: torch.Tensor | None, kept: torch.Tensor | None, shape: torch.Size
+) -> torch.Tensor:
+    """The gradient `[tokens, hidden]` of x from that of a dropout that drew from `state`, and of stochastic depth."""
+    if kept is not None:
+        if torch.compiler.is_compiling():  # which would not round a sum of gradients
+            grad = twin.dropout_backward(grad, 0.0, None)
+        grad = times_kept(grad.view(shape), kept).view(grad.shape)
+    return twin.dropout_backward(grad, p, state) if p > 0 else grad
+
+
+class DropPath(Unscripted, torch.nn.Module):
+    """Stochastic depth: x's entries along its first dimension are dropped as a whole with probability p.
+
+    y = T( m · x ), a product of fp32 values; m is `twin::bias_dropout_add` of fp32 ones `[1, n]`, one for each of x's n
+    entries, so p is a multiple of 2^-16, and the words are those of Philox (`reference.ops.random.dropout`). Where m is
+    0, y is 0 · x: an infinity becomes NaN. The gradient is T( m · dy ).
+
+    Args:
+        p: the probability.
+        device: of the random state.
+
+    Source: Transformer Engine's `pytorch/transformer.py`; stochastic depth, arXiv 1603.09382.
+    """
+
+    def __init__(self, p: float, device: torch.device) -> None:
+        super().__init__()
+        self.p = float(p)
+        self.generator = Generator(device)
+
+    def draw(self, device: torch.device) -> None:
+        """Draw a new seed for this forward of the layer, as `Generator.draw`."""
+        self.generator.draw(device)
+
+    def kept(self, entries: int, device: torch.device) -> torch.Tensor:
+        """m of the next tensor with so many entries, fp32 `[entries]`."""
+        ones = torch.ones(1, entries, device=device, dtype=torch.float32)
+        with torch.no_grad():
+            found: torch.Tensor = twin.bias_dropout_add(ones, None, None, self.p, self.generator.take())
+        return found.view(-1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x `[n, ...]` with some of its n entries dropped; the others are divided by 1 − p."""
+        return rounded_gradient(times_kept(x, self.kept(x.shape[0], x.device)))
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}"

@@ -1,0 +1,1 @@
+"""Layers without attention: linear layers, norms, embedding, losses."""

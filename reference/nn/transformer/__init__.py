@@ -1,0 +1,1 @@
+"""`TransformerLayer`, and its halves as pairs of functions."""

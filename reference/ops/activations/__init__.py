@@ -1,0 +1,1 @@
+"""Activations, gated and not, forward and backward."""

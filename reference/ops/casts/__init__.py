@@ -1,0 +1,1 @@
+"""Casts to FP8 and what they measure: amax, scales, transposes, column sums."""

@@ -1,0 +1,1 @@
+"""Matrix products in 16 bits and in FP8, and FP8 products with the next operation in them."""

@@ -1,0 +1,224 @@
+"""Matrices as operands of GEMMs, and the three GEMMs of a linear layer.
+
+Shapes: x `[tokens, in]`, w `[out, in]`, g = dL/dy `[tokens, out]`; y = x·wᵀ + b, dx = g·w, dw = gᵀ·x. A GEMM reads both
+operands along K, so a backward needs transposes: tensors of their own in FP8, views in 16 bits.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from reference.ops.library import twin
+from reference.ops.random.dropout import state_or_none
+
+PLAIN = "plain"
+"""Layout: numbers in 16 bits or in fp32, without scales."""
+PER_TENSOR = "per-tensor"
+"""Layout: FP8 codes with one scale for the tensor."""
+
+
+class Operand(NamedTuple):
+    """A matrix as a GEMM reads it, along its rows.
+
+    Attributes:
+        codes: `[rows, K]`, FP8 or plain numbers.
+        scales: what the layout says: nothing, or the fp32 factor of a code `[1]`.
+        layout: `PLAIN`, `PER_TENSOR`, or that of another recipe; with the other operand's it chooses the GEMM.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor | None = None
+    layout: str = PLAIN
+
+
+class Stacked(NamedTuple):
+    """One half of a weight in several parts, each with scales of its own.
+
+    y = the parts' y side by side                       the parts are rows of w, each a GEMM of its own
+    dx = T( part 1 + part 2 + ... )                     each part split and in fp32; the sums are rounded to fp32
+    """
+
+    parts: tuple[Operand, ...]
+
+
+class Quantized(NamedTuple):
+    """A matrix `[rows, cols]` for GEMMs in both directions.
+
+    Attributes:
+        row: itself; a forward reads it along its columns.
+        column: its transpose `[cols, rows]` (in FP8 padded with zeros to a multiple of 16 columns), which a backward
+            reads. It may have another layout. None where no backward reads it.
+    """
+
+    row: Operand
+    column: Operand | None
+
+
+class Parts(NamedTuple):
+    """A weight `[out, in]` that consists of several matrices, by rows; a transpose in 16 bits is one matrix."""
+
+    row: Stacked
+    column: Operand | Stacked | None
+
+
+Weight = Quantized | Parts
+
+
+def per_tensor(codes: torch.Tensor, codes_t: torch.Tensor | None, scale_inv: torch.Tensor) -> Quantized:
+    """FP8 codes with one scale, and their transpose if there is one."""
+    column = None if codes_t is None else Operand(codes_t, scale_inv, PER_TENSOR)
+    return Quantized(Operand(codes, scale_inv, PER_TENSOR), column)
+
+
+def rows_of(x: torch.Tensor) -> torch.Tensor:
+    """`[..., features]` as contiguous `[tokens, features]`."""
+    return x.reshape(-1, x.shape[-1]).contiguous()
+
+
+def as_dtype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x in `dtype`; x itself if it has that dtype, so that a compiler sees one tensor."""
+    return x if x.dtype == dtype else x.to(dtype)
+
+
+def stacked(parts: list[torch.Tensor], dim: int = 0) -> torch.Tensor:
+    """`torch.cat` of parts of one dtype, whatever it is: under torch.autocast torch refuses some."""
+    side = parts[0].device.type
+    if side != "meta" and torch.is_autocast_enabled(side):
+        with torch.autocast(side, enabled=False):
+            return torch.cat(parts, dim)
+    return torch.cat(parts, dim)
+
+
+class Accumulation(NamedTuple):
+    """How each GEMM of a linear layer accumulates in FP8: "fast" or "split" (`reference.ops.gemms.gemm_fp8`)."""
+
+    fprop: str = "fast"
+    dgrad: str = "split"
+    wgrad: str = "split"
+
+
+class Products(NamedTuple):
+    """The GEMMs of two layouts: a·bᵀ for a `[m, K]` and b `[n, K]`.
+
+    Attributes:
+        multiply: (a, b, bias, out_dtype, accumulate) → T(a·bᵀ + bias) `[m, n]`.
+        add: (a, b, out) → None, after out = round(fp32(out) + fp32 a·bᵀ).
+        bias_of_fp32: the dtype to which a bias is rounded where the result is fp32.
+        residual: None, or (a, b, bias, residual, out_dtype, p, rng_state) → residual + dropout(a·bᵀ + bias), with fast
+            accumulation.
+    """
+
+    multiply: Callable[..., torch.Tensor]
+    add: Callable[..., None]
+    bias_of_fp32: torch.dtype
+    residual: Callable[..., torch.Tensor] | None = None
+
+
+def _multiply_plain(
+    a: Operand, b: Operand, bias: torch.Tensor | None, out_dtype: torch.dtype, accumulate: str
+) -> torch.Tensor:
+    """`twin::gemm`; in fp32 PyTorch's own."""
+    if a.codes.dtype == torch.float32:
+        return torch.nn.functional.linear(a.codes, b.codes, bias)
+    return twin.gemm(a.codes, b.codes, bias, out_dtype)
+
+
+def _add_plain(a: Operand, b: Operand, out: torch.Tensor) -> None:
+    if a.codes.dtype == torch.float32:
+        out.copy_(out.float() + torch.nn.functional.linear(a.codes, b.codes))
+    else:
+        twin.gemm_accumulate(a.codes, b.codes, out)
+
+
+def _multiply_fp8(
+    a: Operand, b: Operand, bias: torch.Tensor | None, out_dtype: torch.dtype, accumulate: str
+) -> torch.Tensor:
+    return twin.gemm_fp8(a.codes, b.codes, a.scales, b.scales, bias, out_dtype, accumulate)
+
+
+def _add_fp8(a: Operand, b: Operand, out: torch.Tensor) -> None:
+    twin.gemm_fp8_accumulate(a.codes, b.codes, a.scales, b.scales, out)
+
+
+def _residual_fp8(a: Operand, b: Operand, *rest: Any) -> torch.Tensor:
+    return twin.gemm_fp8_bias_dropout_add(a.codes, b.codes, a.scales, b.scales, *rest)
+
+
+PRODUCTS: dict[tuple[str, str], Products] = {
+    (PLAIN, PLAIN): Products(_multiply_plain, _add_plain, torch.float32),
+    # cuBLAS takes no fp32 bias in FP8
+    (PER_TENSOR, PER_TENSOR): Products(_multiply_fp8, _add_fp8, torch.bfloat16, _residual_fp8),
+}
+"""The GEMMs by the layouts of their operands; a recipe's file adds its own."""
+
+
+def gemm(a: Operand, b: Operand, bias: torch.Tensor | None, out_dtype: torch.dtype, accumulate: str) -> torch.Tensor:
+    """a·bᵀ + bias, by the operands' layouts."""
+    return PRODUCTS[a.layout, b.layout].multiply(a, b, bias, out_dtype, accumulate)
+
+
+def gemm_bias(x: Operand, w: Operand, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor | None:
+    """A bias in the dtype that the GEMM of x and w takes."""
+    if bias is None:
+        return None
+    return as_dtype(bias, PRODUCTS[x.layout, w.layout].bias_of_fp32 if out_dtype == torch.float32 else out_dtype)
+
+
+def fprop(
+    x: Quantized, w: Weight, bias: torch.Tensor | None, out_dtype: torch.dtype, how: Accumulation
+) -> torch.Tensor:
+    """y `[tokens, out]`."""
+    if not isinstance(w.row, Stacked):
+        return gemm(x.row, w.row, gemm_bias(x.row, w.row, bias, out_dtype), out_dtype, how.fprop)
+    rows = [len(one.codes) for one in w.row.parts]
+    biases = [None] * len(rows) if bias is None else bias.split(rows)
+    parts = zip(w.row.parts, biases, strict=True)
+    return stacked([fprop(x, Quantized(one, None), its_bias, out_dtype, how) for one, its_bias in parts], 1)
+
+
+def fprop_residual(
+    x: Quantized,
+    w: Quantized,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor,
+    dropout: tuple[float, torch.Tensor | None],
+    out_dtype: torch.dtype,
+    how: Accumulation,
+) -> torch.Tensor:
+    """residual + dropout(x·wᵀ + bias) `[tokens, out]`, rounded as by `twin::bias_dropout_add`.
+
+    `dropout` is (p, rng_state).
+    """
+    rest = (dropout[0], state_or_none(dropout[1], residual))
+    bias = gemm_bias(x.row, w.row, bias, out_dtype)
+    fused = PRODUCTS[x.row.layout, w.row.layout].residual
+    if fused is not None and how.fprop == "fast":
+        return fused(x.row, w.row, bias, residual, out_dtype, *rest)
+    return twin.bias_dropout_add(fprop(x, w, None, out_dtype, how), bias, residual, *rest)
+
+
+def dgrad(g: Quantized, w: Operand | Stacked | None, out_dtype: torch.dtype, how: Accumulation) -> torch.Tensor:
+    """dx `[tokens, in]`; w is a weight's `column`."""
+    assert w is not None
+    if not isinstance(w, Stacked):
+        return gemm(g.row, w, None, out_dtype, how.dgrad)
+    rows = [one.codes.shape[1] for one in w.parts]
+    pieces = [g.row._replace(codes=codes.contiguous()) for codes in g.row.codes.split(rows, 1)]
+    first, *others = zip(pieces, w.parts, strict=True)
+    dx = gemm(*first, None, torch.float32, how.dgrad)
+    for piece, one in others:
+        PRODUCTS[piece.layout, one.layout].add(piece, one, dx)
+    return as_dtype(dx, out_dtype)
+
+
+def wgrad(
+    g: Quantized, x: Operand | None, out_dtype: torch.dtype, how: Accumulation, main_grad: torch.Tensor | None
+) -> torch.Tensor | None:
+    """dw `[out, in]`; or None, after main_grad = round(fp32(main_grad) + fp32 dw); x is an input's `column`."""
+    assert g.column is not None
+    assert x is not None
+    if main_grad is None:
+        return gemm(g.column, x, None, out_dtype, how.wgrad)
+    PRODUCTS[g.column.layout, x.layout].add(g.column, x, main_grad)
+    return None

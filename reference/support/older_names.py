@@ -1,0 +1,119 @@
+"""Modules by the names that they had before they stood in rooms: `reference.nn.linear` is `reference.nn.layers.linear`.
+
+Pickles and checkpoints name classes by their module, and programs import by it. Both go on: an older name is another
+name of the same module. Nothing here imports by one, so a module costs nothing that nobody asks for.
+"""
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from types import ModuleType
+from typing import Any
+
+# Of each side: the folder where modules were, the room where they are, and which; `old>new` where the last name has
+# changed, too.
+_ROOMS = {
+    "reference": (
+        ("", "numbers", "denormals elementary formats philox tensor_core"),
+        ("", "recipes", "quantized quantizer roles"),
+        ("", "state", "autocast capture>graph_seeds model_init moved>applied_device scaling threads"),
+        ("nn", "state", "weight_store"),
+        ("", "memory", "marks offload recompute rng_tracker unchanged"),
+        ("nn", "float8", "float8_kept>float8_storage float8_like float8_part float8_quantizer float8_tensor"),
+        ("nn", "float8", "quantized_tensor"),
+        ("nn", "checkpoints", "checkpoint_format packed_state transformer_engine_state"),
+        ("", "checkpoints", "pickled sealed"),
+        ("nn", "nn.core", "attributes autograd checkpoints>state_dict checks context delayed>delayed_wgrad dropout"),
+        ("nn", "nn.core", "fp8_state hook init module observed one_rank parameters"),
+        ("", "nn.core", "compiled fp8_checkpoint"),
+        ("nn", "nn.layers", "cross_entropy embedding fused_linear_cross_entropy layernorm layernorm_linear"),
+        ("nn", "nn.layers", "layernorm_mlp linear"),
+        ("nn", "nn.attentions", "attention>dot_product_attention attention_bias attention_block attention_fp8"),
+        ("nn", "nn.attentions", "attention_lengths attention_of_torch attention_options attention_prepared"),
+        ("nn", "nn.attentions", "attention_reads cached>inference_step core_attention core_call core_pair head_norms"),
+        ("nn", "nn.attentions", "heads inference multihead_attention packing rotary_embedding rotated>apply_rotary"),
+        ("nn", "nn.transformer", "blocks>halves transformer_layer transformer_layer_checks"),
+        ("", "graphs", "graph graph_capture pipeline_order"),
+        ("", "inspect", "anomaly precision recorded_step sample statistics"),
+        ("", "te", "placeholders stand_in"),
+        ("", "support", "dtensor files groups nested not_offered notice numba_jit transforms workers"),
+        ("ops", "ops.casts", "amax cast cast_stats cast_transpose cat_cast_transpose dbias multi_cast_transpose"),
+        ("ops", "ops.casts", "scale_update"),
+        ("ops", "ops.gemms", "gemm gemm_fp8 gemm_fused"),
+        ("ops", "ops.attentions", "attention attention_backward attention_bias attention_fp8 attention_fp8_backward"),
+        ("ops", "ops.attentions", "attention_heads attention_lengths attention_options attention_packed"),
+        ("ops", "ops.attentions", "attention_sink attention_sinks rotary softmax"),
+        ("ops", "ops.norms", "norm"),
+        ("ops", "ops.activations", "activation"),
+        ("ops", "ops.random", "dropout normal"),
+        ("ops", "ops.vocabulary", "cross_entropy embedding"),
+        ("ops", "ops.optimizers", "adafactor adam adam_capturable adam_states clip_grads grad_norm sgd"),
+    ),
+    "optimized": (
+        ("ops", "ops.casts", "amax cast cast_stats cast_transpose cat_cast_transpose dbias multi_cast_transpose"),
+        ("ops", "ops.casts", "scale_update"),
+        ("ops", "ops.gemms", "gemm gemm_config gemm_fp8 gemm_fp8_split_k gemm_fused gemm_operands gemm_tile"),
+        ("ops", "ops.attentions", "attention attention_backward attention_bias attention_fp8 attention_fp8_backward"),
+        ("ops", "ops.attentions", "attention_sink rotary softmax"),
+        ("ops", "ops.norms", "norm norm_backward norm_cast_transpose"),
+        ("ops", "ops.activations", "activation"),
+        ("ops", "ops.random", "dropout normal"),
+        ("ops", "ops.vocabulary", "cross_entropy embedding"),
+        ("ops", "ops.optimizers", "adafactor adam adam_capturable adam_states clip_grads grad_norm sgd"),
+        ("", "cuda", "ahead compiler device launch packaged tensor_map"),
+        ("bench", "bench.kernels", "activation adam attention attention_plot cast cross_entropy cublaslt embedding"),
+        ("bench", "bench.kernels", "gemm gemm_epilogue gemm_equality gemm_shapes norm"),
+        ("bench", "bench.layers", "decode first_step ladder layer layer_models layer_plot layer_sweep layer_tables"),
+        ("bench", "bench.layers", "stats timeline tutorial_layers"),
+        ("bench", "bench.models", "seeds single_gpu single_gpu_memory single_gpu_models single_gpu_plot"),
+        ("bench", "bench.models", "single_gpu_tables train trainer training training_plot"),
+    ),
+}
+NAMES: dict[str, str] = {}
+"""Older name → name."""
+for _side, _moves in _ROOMS.items():
+    for _folder, _room, _names in _moves:
+        for _one in _names.split():
+            _was, _, _is = _one.partition(">")
+            NAMES[".".join(filter(None, (_side, _folder, _was)))] = f"{_side}.{_room}.{_is or _was}"
+_PREFIX = __name__.removesuffix("reference.support.older_names")  # "twin_engine." in a wheel
+
+
+def current(name: str) -> str | None:
+    """The name of a module of an older name, or of one below it; None if the name is no older one."""
+    if not name.startswith(_PREFIX):
+        return None
+    head, below = name.removeprefix(_PREFIX), ""
+    while head not in NAMES:
+        head, dot, last = head.rpartition(".")
+        if not dot:
+            return None
+        below = f".{last}{below}"
+    return f"{_PREFIX}{NAMES[head]}{below}"
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds a module by an older name."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        found = current(name)
+        if found is None or importlib.util.find_spec(found) is None:
+            return None
+        return importlib.util.spec_from_loader(name, self)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        found = current(spec.name)
+        assert found is not None
+        module = importlib.import_module(found)
+        spec.loader_state = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """It has run; Python has given it the spec of its other name."""
+        assert module.__spec__ is not None
+        module.__spec__ = module.__spec__.loader_state
+
+
+sys.meta_path.append(_Finder())

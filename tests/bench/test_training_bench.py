@@ -1,0 +1,74 @@
+"""The benchmark that trains the walkthrough's GPT for longer: its runs, its table and its picture."""
+
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+
+from optimized import measure
+from optimized.bench.models import seeds, training, training_plot
+from optimized.training import corpus
+from optimized.training.corpus import Corpus
+from optimized.training.settings import Settings
+
+TINY = replace(Settings(), steps=4, rows=2, hidden=32, sequence=16)
+TEXT = Corpus(np.frombuffer(b"for word in text: print(word)\n" * 400, np.uint8), 1)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_run_has_every_loss_and_the_held_out_ones(fp8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training, "EVERY", 2)
+    ticks: list[int] = []
+    found = training.train(TINY, fp8, TEXT, lambda: ticks.append(1), "cpu")
+    assert found["precision"] == ("FP8" if fp8 else "bf16")
+    assert len(found["train"]) == len(ticks) == 4
+    assert [step for step, _ in found["validation"]] == [2, 4]
+    assert found["train"][0] == pytest.approx(math.log(256), rel=0.02)  # it knows nothing
+    assert found["train"][-1] < found["train"][0]
+    json.dumps(found)
+
+
+def test_a_text_is_split_and_no_byte_is_in_both() -> None:
+    seen, unseen = TEXT.split(0.25)
+    assert np.array_equal(np.concatenate([seen.data, unseen.data]), TEXT.data)
+    assert len(unseen.data) == len(TEXT.data) // 4
+
+
+def test_the_recorded_runs_have_a_table_and_a_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    payload = measure.read_result("training")
+    (table,) = training.tables(payload)
+    assert [row[0] for row in table.rows] == ["bf16", "FP8"]
+    losses = {run["precision"]: run["validation"][-1][1] / math.log(2) for run in payload["runs"]}
+    assert [row[2] for row in table.rows] == [f"{losses[name]:.3f}" for name in ("bf16", "FP8")]
+    drawn: list[Figure] = []
+    monkeypatch.setattr(measure, "write_plot", lambda path, figure: drawn.append(figure))
+    training_plot.main()
+    curves, words = drawn[0].axes
+    assert curves.get_xlabel() == "training step"
+    texts = [one.get_text() for one in words.texts]
+    assert texts[1:7] == texts[8:14] != texts[15:21]  # the H200's words, this CPU's, an ordinary sum's
+
+
+def test_runs_of_a_seed_begin_alike_in_every_precision() -> None:
+    settings = replace(TINY, accumulate=2, warmup=1)
+    runs = [(precision, seed) for seed in (1, 2) for precision in ("bf16", "delayed", "current")]
+    payload = seeds.run(settings=settings, runs=runs, read=lambda: TEXT, device="cpu")
+    assert [(one["precision"], one["seed"]) for one in payload["runs"]] == runs
+    assert all(len(one["losses"]) == 4 and one["losses"][-1] < one["losses"][0] for one in payload["runs"])
+    for start in (0, 3):  # the first step's loss comes before any FP8 rounding could be large
+        first = [one["losses"][0] for one in payload["runs"][start : start + 3]]
+        assert max(first) - min(first) < 0.02
+    assert payload["runs"][0]["losses"] != payload["runs"][3]["losses"]
+    (table,) = seeds.tables(payload)
+    assert table.rows[0][0] == "bf16"
+    assert table.rows[1][3].count("%") == 2
+
+
+def test_the_text_of_the_seeds_has_the_library_and_torch() -> None:
+    text = seeds.text()
+    library = corpus.read()
+    assert text.files > library.files
+    assert np.array_equal(text.data[: len(library.data)], library.data)

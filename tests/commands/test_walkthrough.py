@@ -1,0 +1,213 @@
+"""`twin walkthrough`: the page that it writes, its steps, and the small language model that it trains."""
+
+import itertools
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from optimized import measure
+from optimized.commands import (
+    main,
+    walkthrough,
+)
+from optimized.commands.report import Report
+from optimized.commands.steps import Outcome, recorded, speed, training, tutorial
+from optimized.commands.steps.style import styled
+from optimized.recordings import linear
+from optimized.recordings import tensor_core as recordings
+from optimized.training import corpus, watched
+from optimized.training.settings import Settings
+from optimized.training.trainer import Trainer
+from reference.numbers import tensor_core
+
+TINY = replace(Settings(), steps=3, rows=2, hidden=32, sequence=16)
+
+
+@pytest.mark.gpu
+def test_walkthrough_on_both_sides(tmp_path: Path) -> None:
+    assert main(["walkthrough", "--quick", "--output", str(tmp_path / "report.html")]) == 0
+    assert "GPU = CPU in every word" in (tmp_path / "report.html").read_text()
+
+
+@pytest.fixture
+def fewer_recordings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`twin parity` replays all (tests/recordings/test_parity.py)."""
+    listed, steps = list(recordings.products()), dict(itertools.islice(linear.CASES.items(), 2))
+    monkeypatch.setattr(recordings, "products", lambda: iter(listed[::6]))
+    monkeypatch.setattr(linear, "CASES", steps)
+
+
+@pytest.mark.usefixtures("fewer_recordings")
+def test_walkthrough_writes_one_self_contained_page(
+    no_gpu: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "report.html"
+    assert main(["walkthrough", "--quick", "--steps", "2", "--output", str(path)]) == 0
+    page = path.read_text()
+    for title in (
+        "The FP8 number line", "One Linear, four ways", "One layer, five ways", "The CPU predicts", "Training in bf16",
+        "How fast is it?",
+    ):  # fmt: skip
+        assert title in page
+    assert not re.findall(r"""(?:src|href)=["'](?!data:|#)""", page)
+    assert "http" not in re.sub(r"data:[^\"]*", "", page)
+    assert page.count("<img ") == page.count("data:image/svg+xml;base64,") >= 9
+    out = capsys.readouterr().out
+    assert "0 different" in out
+    assert "bits/byte" in out
+
+
+def test_the_speed_is_the_recorded_one_without_a_gpu(no_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = Report("title", "introduction")
+    with styled():
+        outcome = speed.run(report, live=True)
+    page = report.html()
+    assert outcome.step == "Speed"
+    assert re.match(r"on one H200, recorded: FP8 is \d\.\d\d× faster than PyTorch's fastest way, ", outcome.result)
+    assert "Recorded: NVIDIA H200" in page
+    assert "TransformerLayer, FP8" in page
+    monkeypatch.setattr(measure, "RESULTS", Path("/no/such/folder"))
+    assert speed.run(report, live=False).result == "no recorded results in this installation"
+
+
+def test_the_tutorials_layers_are_one_layer(no_gpu: None) -> None:
+    """Equal where they must be, in 16 bits all equally near to float64; FP8 recovers after its first step."""
+    ticks: list[int] = []
+    found, exact, tally = tutorial.steps(lambda: ticks.append(1))
+    assert len(ticks) == len(found) == 7
+    assert tally.compared == 0
+    assert tutorial.equalities(found).equal
+    words = sum(tensor.numel() for tensor in found[1].results.values())
+    assert tutorial.equalities(found).compared == 2 * words
+    shown = list(tutorial.SHOWN.values())
+    noise = {step.name: [tutorial.sqnr(exact[key], step.results[key]) for key in shown] for step in found}
+    plain = noise.pop("plain PyTorch")
+    for name, values in noise.items():
+        near = [abs(a - b) for a, b in zip(plain, values, strict=True)]
+        assert max(near) < 1 if "FP8" not in name else min(near) > 3, (name, near)
+    first, second = (noise[f"TransformerLayer, FP8, step {n}"][shown.index("fc1.weight")] for n in (1, 2))
+    assert second > first + 10
+
+
+def test_the_tutorial_runs_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison itself, with the CPU as its own twin."""
+    monkeypatch.setattr(tutorial, "hopper", lambda: torch.device("cpu"))
+    _, _, tally = tutorial.steps()
+    assert tally.equal
+    assert tally.compared > 1_000_000
+
+
+@pytest.mark.usefixtures("fewer_recordings")
+def test_walkthrough_fails_when_a_word_differs(
+    no_gpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gemm = tensor_core.gemm
+    monkeypatch.setattr(tensor_core, "gemm", lambda *given, **named: -gemm(*given, **named))
+    monkeypatch.setattr(walkthrough, "_steps", lambda report, *rest: iter([recorded.run(report, rest[2])]))
+    assert main(["walkthrough", "--quick", "--output", str(tmp_path / "r.html")]) == 1
+    assert "DIFFERENT" in capsys.readouterr().out
+
+
+def test_training_learns_and_is_watched() -> None:
+    text = corpus.read(20)
+    settings = replace(TINY, steps=30, warmup=5, rows=4)
+    one = watched.train(text, settings, True, None)
+    assert one.losses[-1] < one.losses[0] - 1
+    assert one.scale["layer 0 fc1", "weight"][1] == one.scale["layer 0 fc1", "weight"][2]  # step 0 updated nothing
+    # Step 1 uses the amaxes of step 0: the first scale is 1, the second is largest / amax.
+    for key in (("layer 0 QKV", "input"), ("layer 1 fc2", "input"), ("layer 1 proj", "weight")):
+        assert one.scale[key][0] == 1.0
+        assert one.scale[key][1] == np.float32(448) / np.float32(one.amax[key][0])
+    key = ("layer 0 fc1", "grad_output")
+    assert one.scale[key][1] == np.float32(57344) / np.float32(one.amax[key][0])
+    assert one.codes["first step", "grad_output"].sum() == settings.rows * settings.sequence * settings.hidden
+
+
+def test_layers_of_the_model_are_what_runs_in_fp8() -> None:
+    """Every product has its own FP8 state after a step, and the tables and the head have none."""
+    trainer = Trainer(replace(TINY, precision="delayed"), corpus.read(5))
+    trainer.train()
+    model = trainer.model
+    assert len(list(model.products())) == 4 * TINY.layers
+    assert "scaling_fwd" not in model.head.fp8_meta
+    for _, module, columns in model.products():
+        assert module.fp8_meta["scaling_fwd"].amax_history.amax(0)[[columns[0], columns[1]]].all()
+
+
+def test_training_compares_both_sides_word_for_word() -> None:
+    """The comparison itself, with the CPU as its own twin: equal, until a parameter of one side is touched."""
+    text = corpus.read(5)
+    run = watched.train(text, TINY, True, torch.device("cpu"))
+    assert run.tally.equal
+    assert run.losses == watched.train(text, TINY, True, None).losses  # a second side changes nothing
+    sides = [Trainer(TINY, text) for _ in range(2)]
+    for side in sides:
+        side.train()
+    with torch.no_grad():
+        sides[1].model.bytes.weight[0, 0] += 1
+    watched.compare(run.tally, *sides)
+    assert run.tally.different == 1
+
+
+def test_corpus_is_the_same_twice_and_in_order() -> None:
+    paths = corpus.sources()
+    assert paths == corpus.sources()
+    assert not any("site-packages" in path.parts for path in paths)
+    text = corpus.read(10)
+    windows = text.batch(7, 3, 32, 8)
+    assert windows.shape == (9, 32)
+    assert torch.equal(windows, text.batch(7, 3, 32, 8))
+    assert not torch.equal(windows, text.batch(7, 4, 32, 8))
+    whole = text.data.tobytes()
+    for window in windows.t():
+        assert bytes(window.tolist()) in whole
+
+
+def test_smoothing_is_a_mean_of_neighbours() -> None:
+    assert training.smooth(np.array([1.0, 3.0, 5.0, 10.0, 0.0]), 1).tolist() == [2.0, 3.0, 6.0, 5.0, 5.0]
+    assert training.smooth(np.array([1.0, 3.0]), 0).tolist() == [1.0, 3.0]
+
+
+def test_report_escapes_what_it_is_given() -> None:
+    report = Report("a < b", "")
+    report.section("x & y")
+    report.table(["<th>"], [["<td>", "1.5"]])
+    report.columns(("a", "if a < b: pass"))
+    page = report.html()
+    assert "<title>a &lt; b</title>" in page
+    for text in ("x &amp; y", "<th>&lt;th&gt;</th>", '<td class="n">1.5</td>', "if a &lt; b"):
+        assert text in page
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_a_quick_walkthrough_reads_fewer_files_and_measures_nothing(
+    quick: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(walkthrough, "_steps", lambda *arguments: seen.append(arguments) or [])
+    assert main(["walkthrough", *["--quick"] * quick, "--output", str(tmp_path / "report.html")]) == 0
+    ((_, _, count, _, without_speed),) = seen
+    assert (count, without_speed) == (walkthrough.QUICK_FILES if quick else None, quick)
+
+
+def test_the_page_can_be_read_after_each_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And each finding is printed when it is there; --full trains for longer."""
+    path = tmp_path / "report.html"
+    read: list[bool] = []
+
+    def steps(report: Report, settings: Settings, *rest: Any) -> Any:
+        assert settings.steps == walkthrough.FULL_STEPS > Settings().steps
+        for name in ("one", "two"):
+            read.append(path.exists() and "section one" in path.read_text())
+            report.section(f"section {name}")
+            yield Outcome(name, f"result of {name}", None)
+
+    monkeypatch.setattr(walkthrough, "_steps", steps)
+    assert main(["walkthrough", "--full", "--output", str(path)]) == 0
+    assert read == [False, True]
+    assert "section two" in path.read_text()

@@ -1,0 +1,317 @@
+"""What holds of every launch of the ops, seen without a GPU: of the calls in their lists, and of any size."""
+
+import itertools
+import re
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from shared.dry_gpu import DryGpu, Launched, renumbered
+from shared.op_calls import LISTS, SIZED, dry, dry_sized
+
+import optimized
+import reference as te
+from optimized.cuda import launch
+from optimized.ops import MODULES
+from optimized.ops.gemms.gemm_tile import FP8_TILES, TILES
+from optimized.ops.norms import norm, norm_backward, norm_cast_transpose
+
+SHARED_BYTES = 232448  # that a block of Hopper's can have
+# These have more configurations than CI compiles: each macro must have a value that CI compiles somewhere.
+SAMPLED = {"activation", "activation_cast_transpose", "adam_states", "gemm", "gemm_fp8", "gemm_fp8_fused"}
+# Widths at which another kernel or configuration begins.
+WIDTHS = sorted(
+    width
+    for width in {
+        width + more for width in (16, 256, *(1024 * n for n in norm.ROW_WARPS)) for more in (-16, -8, 0, 1, 8, 16)
+    }
+    | {256 * warps * vectors + more for warps, vectors in norm_backward.SHAPES for more in (-8, 0, 8)}
+    | {512 * stripes * cluster + more for stripes, cluster in norm_cast_transpose.SHAPES for more in (-16, 0, 16)}
+    if width > 0
+)
+
+
+def compiled() -> dict[str, list[dict[str, Any]]]:
+    """The macros that the CPU suite compiles of each kernel."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for module in MODULES:
+        for kernel, defines in module.CONFIGURATIONS:
+            found.setdefault(kernel, []).append(defines)
+    return found
+
+
+COMPILED = compiled()
+
+
+def check_limits(launched: Launched) -> None:
+    """Those of the GPU."""
+    kernel, grid, block, args, smem = launched
+    what = f"{kernel.kernel}.{kernel.name} {kernel.defines} {grid} {block} {smem}"
+    assert 0 < grid[0] < 2**31, what
+    assert all(0 < extent <= 65535 for extent in grid[1:]), what
+    assert len(block) == 1, what
+    assert block[0] == 1 or block[0] % 32 == 0, what
+    assert 0 < block[0] <= 1024, what
+    # Without being asked, the driver allows 48 KB.
+    assert 0 <= smem <= max(kernel.max_dynamic_smem, 48 * 1024), what
+    assert kernel.max_dynamic_smem <= SHARED_BYTES, what
+    assert sum(8 if not hasattr(arg, "storage") else arg.storage.nbytes for arg in args) <= 32764, what
+
+
+def check_compiled(launched: Launched) -> None:
+    """The configuration is one that CI compiles."""
+    kernel, defines = launched.kernel.kernel, launched.kernel.defines
+    if kernel in SAMPLED:
+        values = {name: {one.get(name) for one in COMPILED[kernel]} for name in defines}
+        missing = [name for name, value in defines.items() if value not in values[name]]
+        assert not missing, (kernel, missing, defines)
+    else:
+        assert defines in COMPILED[kernel], (kernel, defines)
+
+
+# By kernel: rows of a tile, bytes of a row of it. The last two arguments are the matrix's extents.
+CASTS = {"cast_transpose": (128, 256), "cat_cast_transpose": (128, 256), "activation_cast_transpose": (64, 256)}
+BYTES = (4, 2, 2)  # of an element, by the macro WIDE
+
+
+def check_cover(launched: Launched) -> None:
+    """Blocks cover matrices, and no more."""
+    kernel, grid, block, args, _ = launched
+    size = BYTES[int(kernel.defines.get("WIDE", 0))]
+    if kernel.kernel in CASTS:
+        tile_rows, row_bytes = CASTS[kernel.kernel]
+        rows, cols = map(int, args[-2:])
+        assert grid[0] == max(1, -(-cols * size // row_bytes)), (kernel.kernel, grid, rows, cols)
+        tiles = max(1, -(-rows // tile_rows))
+        assert tiles <= grid[1] * grid[2] < tiles + grid[1], (kernel.kernel, grid, rows, cols)
+    elif kernel.kernel.startswith("attention") and kernel.name in ("attention", "attention_backward"):
+        check_attention(launched)
+    elif kernel.kernel == "cast":
+        assert grid == (max(1, -(-int(args[-1]) * size // (32 * block[0]))),)
+    elif kernel.kernel == "dropout" and kernel.name != "advance":
+        assert (grid[0] - 1) * 8 * block[0] < int(args[4]) <= grid[0] * 8 * block[0]
+    elif kernel.kernel == "softmax":
+        rows = int(args[2 if kernel.name == "softmax" else 3])
+        assert (grid[0] - 1) * (block[0] // 32) < rows <= grid[0] * (block[0] // 32)
+        groups, cols = int(kernel.defines["GROUPS"]), int(args[3 if kernel.name == "softmax" else 4])
+        assert groups == 0 or cols <= 256 * groups
+
+
+def check_attention(launched: Launched) -> None:
+    """Its blocks are as many as run at once, or as there is work for."""
+    kernel, grid, _, args, _ = launched
+    shape = args[3 if kernel.name == "attention" else 4].storage[()]
+    b, h, group, sq, skv, d = (int(shape[name]) for name in ("batches", "heads", "group", "sq", "skv", "d"))
+    wide = kernel.kernel.endswith("_wide")
+    # Those of v may be fewer than those of q and k, which took the kernel.
+    assert d <= 256 if wide else d <= int(kernel.defines["N_OUT"]) == 64 * int(kernel.defines["D_CHUNKS"])
+    cluster = int(kernel.defines.get("CLUSTER", 2 if wide else 1))
+    if kernel.name == "attention":
+        works = -(-sq // (128 * cluster if wide else 192)) * b * h
+    else:
+        works = -(-skv // 128) * b * h // group
+    assert grid == (cluster * min(works, {1: 132, 2: 64}[cluster]),)  # the dry GPU's blocks, or clusters, at once
+
+
+def check(launches: list[Launched]) -> None:
+    for launched in launches:
+        check_limits(launched)
+        check_compiled(launched)
+        check_cover(launched)
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_launches_of_the_calls(name: str) -> None:
+    _, launches = dry(name)
+    assert launches
+    check(launches)
+
+
+@pytest.mark.parametrize("name", SIZED)
+@settings(max_examples=4, deadline=None)
+@given(
+    rows=st.one_of(st.integers(0, 300), st.sampled_from((1023, 4097, 9000, 70000))),
+    cols=st.one_of(st.integers(0, 40).map(lambda n: 16 * n), st.integers(1, 3000), st.sampled_from(WIDTHS)),
+)
+def test_launches_of_any_size(name: str, rows: int, cols: int) -> None:
+    check(dry_sized(name, rows, cols)[1])
+
+
+@pytest.mark.parametrize("name", ["norm", "norm_cast_transpose"])
+def test_rows_of_every_width_have_a_kernel(name: str) -> None:
+    """One that CI compiles, with shared memory that a block can have."""
+    for width in WIDTHS:
+        launches = dry_sized(name, 7, width)[1]
+        assert launches or (name == "norm_cast_transpose" and width % 16), width
+        check(launches)
+    for x, kind, width in itertools.product((torch.bfloat16, torch.float32), ("layernorm", "rmsnorm"), WIDTHS):
+        shape = norm_cast_transpose.tile_shape(x, kind, width)
+        assert (shape is None) == (width > max(512 * a * b for a, b in norm_cast_transpose.SHAPES))
+        if shape is not None:
+            assert width <= shape.width
+            assert shape.shared(x, kind) <= SHARED_BYTES
+
+
+def test_every_kernel_of_the_ops_is_launched_by_some_call() -> None:
+    launched = {one.kernel.kernel for name in LISTS for one in dry(name)[1]}
+    assert set(COMPILED) <= launched
+
+
+def test_every_tile_is_launched_by_some_call() -> None:
+    """Of the products, and of those fused with what follows."""
+    for name, kernel, tiles in (("gemm", "gemm", TILES), ("gemm_fp8", "gemm_fp8", FP8_TILES)):
+        shapes = {
+            (one.kernel.defines["WARPGROUPS"], one.kernel.defines["BLOCK_N"])
+            for one in dry(name)[1]
+            if one.kernel.kernel == kernel
+        }
+        assert shapes >= {(tile.warpgroups, tile.block_n) for tile in tiles}, kernel
+    fused = {
+        (one.kernel.defines["EPILOGUE"], one.kernel.defines["BLOCK_N"])
+        for one in dry("gemm_fused")[1]
+        if one.kernel.kernel == "gemm_fp8_fused"
+    }
+    assert fused >= set(itertools.product(("BiasActivation", "BiasDropoutAdd"), {tile.block_n for tile in TILES}))
+
+
+@pytest.mark.parametrize("tile", sorted({*TILES, *FP8_TILES}, key=str), ids=str)
+def test_tiles_cover_an_output_once(tile: Any) -> None:
+    """As kernels/gemms/gemm_tile.cuh spreads them: rows of clusters' tiles, some of a row's narrow where the cut is
+    finer."""
+    for m, n in ((1, 16), (300, 1808), (4096, 4096), (9000, 1808), (129, 12288)):
+        rows, wide = tile.rows(m), tile.count(m, n)
+        height = tile.block_m * tile.sharing_b
+        assert (rows - 1) * height < m <= rows * height
+        assert (wide // rows - 1) * tile.columns < n <= wide // rows * tile.columns
+        for sms in (2, 114, 132):
+            cut = tile.cut(m, n, sms)
+            blocks = tile.blocks(cut, sms)
+            assert 0 < blocks <= sms
+            assert blocks % tile.cluster == 0
+            clusters = sms // tile.cluster
+            assert -(-cut // clusters) == -(-wide // clusters), "narrow tiles must not make another wave"
+            # No row may have more tiles than narrow ones fit beside each other.
+            assert cut == wide or -(-cut // rows) * tile.narrow <= n + tile.narrow
+
+
+def names(lines: list[str]) -> list[str]:
+    """Of the kernels' files, and of PyTorch's ops with the dtype of what they give."""
+    found = []
+    for line in lines:
+        line = line.removeprefix("again ")
+        torchs = re.match(r"(\w+)\(.*-> (\w+)\[", line)
+        found.append(f"torch.{torchs[1]} {torchs[2]}" if torchs else line.split(".")[0])
+    return found
+
+
+@pytest.fixture(params=["bf16", "FP8"])
+def microbatches(request: pytest.FixtureRequest) -> tuple[bool, list[list[str]]]:
+    """Whether in FP8, and what the first and the second microbatch of a TransformerLayer launch."""
+    fp8, found = request.param == "FP8", []
+    with DryGpu() as gpu:
+        layer = optimized.TransformerLayer(64, 128, 4, params_dtype=torch.bfloat16, fuse_qkv_params=True)
+        x = torch.empty(40, 2, 64, dtype=torch.bfloat16, device="cuda").requires_grad_()
+        gpu.lines.clear()
+        for first in (True, False):
+            with te.autocast(enabled=fp8):
+                out = layer(x, is_first_microbatch=first)
+            out.backward(torch.empty_like(out))
+            found.append(names(gpu.taken()))
+    return fp8, found
+
+
+def test_a_layer_leaves_little_to_pytorch(microbatches: tuple[bool, list[list[str]]]) -> None:
+    """Copies of dropout's state, the state of FP8 once, gradients added to those there are: nothing of activations."""
+    fp8, (first, second) = microbatches
+    once = {"torch.ones fp32", "torch.zeros fp32"} if fp8 else set()
+    together = (
+        set() if fp8 else {"torch.cat i64"}
+    )  # the gradients of q, k and v, in words of eight bytes; FP8's cast reads them where they are
+    of_state = {"torch.mul i64", "torch.clone i64"}
+    assert {name for name in first if name.startswith("torch.")} == of_state | once | together
+    assert {name for name in second if name.startswith("torch.")} == of_state | together | {"torch.add_ bf16"}
+    assert second.count("torch.add_ bf16") == 13, "the input, and parameters"
+
+
+@pytest.mark.parametrize(("channels", "fp8"), [(16, False), (128, True), (136, False)])
+def test_packed_sequences_are_read_where_they_lie(channels: int, fp8: bool) -> None:
+    """No activation is gathered; wider heads' are, and these gathers a tape may hold."""
+    how: dict[str, Any] = {"attn_input_format": "thd", "self_attn_mask_type": "padding_causal", "fuse_qkv_params": True}
+    with DryGpu() as gpu:
+        layer = optimized.TransformerLayer(
+            64, 128, 4, kv_channels=channels, hidden_dropout=0.0, params_dtype=torch.bfloat16, **how
+        )
+        x = torch.empty(48, 64, dtype=torch.bfloat16, device="cuda").requires_grad_()
+        ends = torch.empty(4, dtype=torch.int32, device="cuda")
+        with te.autocast(enabled=fp8):
+            gpu.lines.clear()
+            out = layer(x, cu_seqlens_q=ends, max_seqlen_q=20)
+        out.backward(torch.empty_like(out))
+        launched = names(gpu.taken())
+    of_pytorch = {name for name in launched if name.endswith((" bf16", " fp16"))}
+    assert launched.count("attention_gaps") == (0 if channels > 128 else 3)
+    assert of_pytorch == ({"torch.index_select bf16", "torch.masked_fill_ bf16"} if channels > 128 else set())
+    assert channels > 128 or launched.count("torch.sub int32") == 3, "for the check of ends, and lengths"
+
+
+def test_a_layer_casts_its_weights_once_a_step(microbatches: tuple[bool, list[list[str]]]) -> None:
+    """All of attention's in one launch, all of the MLP's in another; none in a later microbatch."""
+    fp8, (first, second) = microbatches
+    casts = [[name for name in one if "cast" in name] for one in (first, second)]
+    assert casts[0].count("multi_cast_transpose") == (2 if fp8 else 0)
+    assert [name for name in casts[0] if name != "multi_cast_transpose"] == casts[1]
+    assert len(casts[1]) == (7 if fp8 else 0), "of three inputs and four gradients; the fourth input is a GEMM's result"
+    for one in (first, second):
+        assert sum(name.startswith("gemm") for name in one) == 12, "three products of four weights"
+        assert one.count("scale_update") == (2 if fp8 else 0), "one in each direction, at the autocast's end"
+
+
+def test_fp8_weights_are_not_cast() -> None:
+    with DryGpu() as gpu, te.quantized_model_init(enabled=True):
+        layer = optimized.LayerNormMLP(
+            64, 128, params_dtype=torch.bfloat16, normalization="RMSNorm", activation="swiglu"
+        )
+        x = torch.empty(40, 2, 64, dtype=torch.bfloat16, device="cuda").requires_grad_()
+        gpu.lines.clear()
+        with te.autocast(enabled=True):
+            out = layer(x)
+        out.backward(torch.empty_like(out))
+        launched = names(gpu.taken())
+    assert "multi_cast_transpose" not in launched
+    assert sum("cast" in name for name in launched) == 3, "x with its norm, and two gradients"
+
+
+def test_fused_linear_cross_entropy_works_in_chunks() -> None:
+    """Each chunk's logits, loss and gradients, so that the logits of all are never there."""
+    with DryGpu() as gpu:
+        hidden, weight = (
+            torch.empty(rows, 64, dtype=torch.bfloat16, device="cuda").requires_grad_() for rows in (300, 96)
+        )
+        target = torch.empty(300, dtype=torch.int64, device="cuda")
+        gpu.lines.clear()
+        loss = optimized.fused_linear_cross_entropy(hidden, weight, target, chunk_size=128)
+        loss.backward()
+        launched = names(gpu.taken())
+    assert sum(name == "gemm" for name in launched) == 9, "three products of three chunks"
+
+
+def test_storages_are_numbered_in_the_order_of_a_text() -> None:
+    assert renumbered("&7+4 &3 &7 &12") == "&0+4 &1 &0 &2"
+
+
+def test_a_dry_gpu_leaves_nothing_behind() -> None:
+    before = launch.launch
+    with DryGpu() as gpu:
+        assert launch.launch is not before
+        x = torch.empty(3, 16, device="cuda")
+        assert x.device == torch.device("cuda", 0)
+        assert x.is_cuda
+        torch.ops.twin.dbias(x)
+        assert len(gpu.launches) == 1
+        (line,) = gpu.taken()
+        assert line.startswith("dbias.dbias [VECTOR=1 WIDE=0] (8,) (128,) (&0, &1, 3, 16)")
+        assert gpu.taken() == []
+    assert launch.launch is before
+    assert torch.empty(1).device.type == "cpu"

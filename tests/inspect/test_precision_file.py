@@ -1,0 +1,40 @@
+"""The file of a precision plan: a flipped bit is refused, or changes nothing."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import reference as te
+from reference.inspect import precision
+from reference.support import files
+
+
+def test_a_flipped_bit_in_a_plan_is_refused_or_harmless(tmp_path: Path) -> None:
+    """The whole file, bit by bit; and a plan without a checksum, as older versions and people write them, is read."""
+    path = tmp_path / "plan.json"
+    plan = precision.PrecisionPlan(
+        {"a": precision.Choice(te.DelayedScaling(margin=2), "why"), "b": precision.Choice(None, "")}
+    )
+    plan.save(path)
+    good = path.read_bytes()
+    refused = 0
+    for at in range(8 * len(good)):
+        bent = bytearray(good)
+        bent[at // 8] ^= 1 << at % 8
+        path.write_bytes(bent)
+        try:
+            assert precision.PrecisionPlan.load(path) == plan
+        except files.Damaged:
+            refused += 1
+    assert refused > 7 * len(good)
+    older = json.loads(good)
+    older.pop("sha256")
+    older["layers"]["a"]["choice"]["margin"] = 3
+    path.write_text(json.dumps(older))
+    assert precision.PrecisionPlan.load(path).layers["a"].recipe == te.DelayedScaling(margin=3)
+    path.write_text(json.dumps({**older, "sha256": json.loads(good)["sha256"]}))
+    with pytest.raises(
+        files.Damaged, match=r"is damaged, at 'layers': .* edited by hand, take the line with sha256 out"
+    ):
+        precision.PrecisionPlan.load(path)

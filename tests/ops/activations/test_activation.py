@@ -1,0 +1,374 @@
+"""The activations on the CPU: against float64, their written products, what the casts and sums are made of."""
+
+import json
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from shared.activation_values import INF, NAN, every_word, numbers
+from shared.bits import assert_same_bits
+
+from reference.inspect.recorded_step import float64
+from reference.numbers import elementary, formats
+from reference.ops.activations import activation
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+TIGHT = activation.Clamp(1.5, 0.5, -0.25).kind  # "clamped_swiglu" that limits half of the numbers
+KINDS, GATED = (*activation.KINDS, TIGHT), (*activation.GATED, TIGHT)
+SIXTEEN = (torch.bfloat16, torch.float16)
+BANDWIDTH_OPS = (
+    "activation",
+    "activation_backward",
+    "activation_cast_transpose",
+    "activation_backward_cast_transpose_dbias",
+)
+twin = torch.ops.twin
+
+
+def clamped(x: torch.Tensor, limit: float, alpha: float, offset: float) -> torch.Tensor:
+    x1, x2 = x.chunk(2, -1)
+    x1, x2 = x1.clamp(max=limit), x2.clamp(-limit, limit) + offset
+    return x1 * torch.sigmoid(alpha * x1) * x2
+
+
+TRUTH = {
+    "gelu": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+    "silu": F.silu,
+    "srelu": lambda x: F.relu(x) ** 2,
+    "qgelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "geglu": lambda x: F.gelu(x.chunk(2, -1)[0], approximate="tanh") * x.chunk(2, -1)[1],
+    "swiglu": lambda x: F.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],
+    "reglu": lambda x: F.relu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],
+    "sreglu": lambda x: F.relu(x.chunk(2, -1)[0]) ** 2 * x.chunk(2, -1)[1],
+    "qgeglu": lambda x: TRUTH["qgelu"](x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],
+    "glu": lambda x: torch.sigmoid(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],
+    "clamped_swiglu": lambda x: clamped(x, 7.0, 1.702, 1.0),
+    TIGHT: lambda x: clamped(x, 1.5, 0.5, -0.25),
+}
+EXACT = ("relu", "srelu")  # before the last rounding, of 16-bit words
+# docs/elementary.md: gelu and silu have a relative error of at most 14 · 2^-23 (absolute below 2^-14), their
+# derivatives an absolute one of 20 · 2^-23. relu has none.
+RELATIVE, FLOOR, ABSOLUTE = 14 * 2.0**-23, 2.0**-14, 20 * 2.0**-23
+
+
+def half_ulp(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Half the distance between neighbours of `dtype` around float64 `value`."""
+    info = torch.finfo(dtype)
+    magnitude = value.abs().clamp(min=info.smallest_normal)
+    return torch.exp2(torch.floor(torch.log2(magnitude))) * info.eps / 2
+
+
+def gradients(grad: torch.Tensor, x: torch.Tensor, kind: str) -> torch.Tensor:
+    """dx in float64, by torch's derivatives."""
+    wide = x.double().requires_grad_()
+    with torch.enable_grad():
+        (dx,) = torch.autograd.grad(TRUTH[kind](wide), wide, grad.double())
+    return dx
+
+
+def parts(x: torch.Tensor, kind: str) -> list[torch.Tensor]:
+    """act and act' of x1, what act is multiplied by, and what the gradient is for dx2: whole fp32 tensors."""
+    x1, x2 = (half.contiguous() for half in x.chunk(2, 1))
+    clamp = activation.clamp_of(kind)
+    if clamp is None:
+        act, slope = (f(x1) for f in activation.FUNCTIONS[kind])
+        return [act, slope, x2.float(), act]
+    limit, alpha, offset = clamp
+    x1, x2 = x1.float(), x2.float()
+    act = elementary.swish(torch.minimum(x1, torch.tensor(limit)), alpha)
+    slope = elementary.dswish(x1, alpha).masked_fill(x1 > limit, 0.0)
+    inside = torch.maximum(torch.minimum(x2, torch.tensor(limit)), torch.tensor(-limit))
+    return [act, slope, inside + torch.tensor(offset), act.masked_fill(x2.abs() > limit, 0.0)]
+
+
+def fp32_forward(x: torch.Tensor, kind: str) -> torch.Tensor:
+    """y before its rounding, whole tensors at a time."""
+    if kind not in GATED:
+        return activation.FUNCTIONS[kind][0](x)
+    act, _, gate, _ = parts(x, kind)
+    return act * gate
+
+
+def fp32_backward(grad: torch.Tensor, x: torch.Tensor, kind: str) -> torch.Tensor:
+    if kind not in GATED:
+        return grad.float() * activation.FUNCTIONS[kind][1](x)
+    _, slope, gate, through = parts(x, kind)
+    return torch.cat([(grad.float() * gate) * slope, grad.float() * through], 1)
+
+
+class TestAgainstFloat64:
+    @pytest.mark.parametrize("dtype", SIXTEEN)
+    @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in GATED])
+    def test_every_16_bit_word(self, kind: str, dtype: torch.dtype) -> None:
+        x = every_word(dtype)
+        y, truth = twin.activation(x, kind), TRUTH[kind](x.double())
+        finite = x.isfinite() & (truth.abs() <= torch.finfo(dtype).max)
+        error = 0.0 if kind in EXACT else RELATIVE * truth.abs().clamp(min=FLOOR)
+        assert ((y.double() - truth).abs() <= half_ulp(truth, dtype) + error)[finite].all()
+        grad = torch.ones_like(x)
+        dx, truth = twin.activation_backward(grad, x, kind), gradients(grad, x, kind)
+        error = 0.0 if kind in EXACT else ABSOLUTE
+        assert ((dx.double() - truth).abs() <= half_ulp(truth, dtype) + error)[finite].all()
+
+    @pytest.mark.parametrize("dtype", SIXTEEN)
+    @pytest.mark.parametrize("kind", GATED)
+    def test_every_16_bit_word_through_the_gate(self, kind: str, dtype: torch.dtype) -> None:
+        x = every_word(dtype)
+        x = x[x.isfinite() & (x.abs() < 64)].view(-1, 16)
+        gate, grad = numbers(len(x), 16, dtype, 0), numbers(len(x), 16, dtype, 1)
+        self.compare(grad, torch.cat([x, gate], 1), kind)
+
+    @pytest.mark.parametrize("dtype", formats.WIDE_DTYPES)
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_random_numbers(self, kind: str, dtype: torch.dtype) -> None:
+        x = numbers(50, 64, dtype, 0)
+        self.compare(numbers(50, activation.width(kind, 64), dtype, 1), x, kind)
+
+    def compare(self, grad: torch.Tensor, x: torch.Tensor, kind: str) -> None:
+        dtype, truth = x.dtype, TRUTH[kind](x.double())
+        gate = parts(x, kind)[2].double() if kind in GATED else torch.ones(1, dtype=torch.float64)
+        # The activation's error times the gate; each multiplication adds 2^-24 of its result; then the last rounding.
+        error = RELATIVE * ((truth / gate).abs().clamp(min=FLOOR) * gate.abs()).nan_to_num(0)
+        bound = half_ulp(truth, dtype) * 1.001 + error + 2.0**-23 * truth.abs()
+        assert ((twin.activation(x, kind).double() - truth).abs() <= bound).all()
+        truth = gradients(grad, x, kind)
+        dx = twin.activation_backward(grad, x, kind).double()
+        weight = (grad.double() * gate).abs()
+        if kind in GATED:
+            # Of dx2 = grad · act(x1), |act| <= 16 here.
+            weight = torch.cat([weight, grad.double().abs() * 16], 1)
+        bound = half_ulp(truth, dtype) * 1.001 + ABSOLUTE * weight + 2.0**-22 * truth.abs()
+        x1 = x.double() if kind not in GATED else torch.cat([x.chunk(2, 1)[0]] * 2, 1).double()
+        assert ((dx - truth).abs() <= bound)[x1.abs() <= 16].all()
+
+    def test_the_first_half_is_activated_and_the_second_multiplies(self) -> None:
+        x = torch.tensor([[2.0, -1.0, 3.0, 5.0]])
+        expected = torch.tensor([[2 * 3 / (1 + math.exp(-2)), -5 / (1 + math.e)]])
+        torch.testing.assert_close(twin.activation(x, "swiglu"), expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_recorded_step_compares_with(kind: str) -> None:
+    x = numbers(5, 32, torch.float32, 0, 4.0)
+    torch.testing.assert_close(float64.evaluated("activation", [x, kind])[0], TRUTH[kind](x.double()))
+
+
+class TestDefinition:
+    @pytest.mark.sample(20)
+    @pytest.mark.parametrize("dtype", formats.WIDE_DTYPES)
+    @pytest.mark.parametrize("kind", KINDS)
+    @settings(max_examples=12, deadline=None)
+    @given(rows=st.integers(0, 40), cols=st.integers(0, 40).map(lambda n: 2 * n), seed=st.integers(0, 1000))
+    def test_one_rounding_of_the_fp32_values(self, kind, dtype, rows, cols, seed) -> None:  # type: ignore[no-untyped-def]
+        x, grad = numbers(rows, cols, dtype, seed), numbers(rows, activation.width(kind, cols), dtype, seed + 1)
+        assert_same_bits(twin.activation(x, kind), fp32_forward(x, kind).to(dtype), "y")
+        assert_same_bits(twin.activation_backward(grad, x, kind), fp32_backward(grad, x, kind).to(dtype), "dx")
+
+    @pytest.mark.parametrize("kind", GATED)
+    def test_the_order_of_the_products(self, kind: str) -> None:
+        x, grad = numbers(30, 32, torch.float32, 0), numbers(30, 16, torch.float32, 1)
+        _, derivative, gates, through = (part.numpy() for part in parts(x, kind))
+        found = twin.activation_backward(grad, x, kind)
+        other = 0
+        for r, c in np.ndindex(30, 16):
+            g, gate = grad[r, c].numpy(), gates[r, c]
+            first = np.float32(np.float32(g * gate) * derivative[r, c])
+            assert found[r, c].numpy() == first
+            assert found[r, 16 + c].numpy() == np.float32(g * through[r, c])
+            other += first != np.float32(g * np.float32(gate * derivative[r, c]))
+        assert other > 50 or kind == "reglu", "numbers that tell the orders apart; a slope of 0 or 1 does not"
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_the_pieces_do_not_show(self, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        x, grad = numbers(37, 32, torch.bfloat16, 0), numbers(37, activation.width(kind, 32), torch.bfloat16, 1)
+        y, dx = twin.activation(x, kind), twin.activation_backward(grad, x, kind)
+        for chunk in (1, 32, 100):
+            monkeypatch.setattr(activation, "_CHUNK", chunk)
+            assert_same_bits(twin.activation(x, kind), y)
+            assert_same_bits(twin.activation_backward(grad, x, kind), dx)
+
+    def test_relu_keeps_nan_and_makes_every_zero_positive(self) -> None:
+        x = torch.tensor([[NAN, -NAN, 0.0, -0.0, 1e-45, -1e-45, INF, -INF]])
+        for dtype in formats.WIDE_DTYPES:
+            here = x.to(dtype)
+            tiny = float(here[0, 4])  # 0 in fp16 and bf16
+            expected = torch.tensor([[NAN, NAN, 0.0, 0.0, tiny, 0.0, INF, 0.0]], dtype=dtype)
+            assert_same_bits(twin.activation(here, "relu"), expected)
+            slope = torch.tensor([[NAN, NAN, 0.0, 0.0, float(tiny > 0), 0.0, 1.0, 0.0]], dtype=dtype)
+            assert_same_bits(twin.activation_backward(torch.ones_like(here), here, "relu"), slope)
+
+    def test_srelu_and_its_slope_at_special_values(self) -> None:
+        x = torch.tensor([[NAN, 0.0, -0.0, -3.0, 3.0, INF, -INF, 2.0**80, 2.0**-80]])
+        expected = torch.tensor([[NAN, 0.0, 0.0, 0.0, 9.0, INF, 0.0, INF, 0.0]])
+        assert_same_bits(twin.activation(x, "srelu"), expected)
+        slope = torch.tensor([[NAN, 0.0, 0.0, 0.0, 6.0, INF, 0.0, 2.0**81, 2.0**-79]])
+        assert_same_bits(twin.activation_backward(torch.ones_like(x), x, "srelu"), slope)
+
+    def test_a_gradient_times_a_slope_of_zero_is_a_product(self) -> None:
+        x = torch.full((1, 4), -1.0)
+        grad = torch.tensor([[1.0, -1.0, INF, NAN]])
+        assert_same_bits(twin.activation_backward(grad, x, "relu"), torch.tensor([[0.0, -0.0, NAN, NAN]]))
+
+    def test_special_values_of_the_gate(self) -> None:
+        x = torch.tensor([[0.0, 1.0, INF, NAN, INF, INF, 0.0, 1.0]])
+        y = twin.activation(x, "swiglu")
+        assert y[0, :3].isnan().tolist() == [True, False, True]
+        assert y[0, 1] == INF
+        assert y[0, 3].isnan()
+
+
+class TestCasts:
+    @pytest.mark.sample(13)
+    @pytest.mark.parametrize("out", [E4M3, E5M2])
+    @pytest.mark.parametrize("dtype", formats.WIDE_DTYPES)
+    @pytest.mark.parametrize("kind", KINDS)
+    @settings(max_examples=6, deadline=None)
+    @given(rows=st.integers(0, 150), groups=st.integers(0, 6), column=st.integers(0, 1), seed=st.integers(0, 1000))
+    def test_the_parts_are_those_of_the_fp32_values(self, kind, dtype, out, rows, groups, column, seed) -> None:  # type: ignore[no-untyped-def]
+        n = 16 * groups * (2 if kind in GATED else 1)
+        x, grad = numbers(rows, n, dtype, seed), numbers(rows, activation.width(kind, n), dtype, seed + 1)
+        scale = torch.tensor([0.7, 91.0])
+        histories = [torch.full((3, 2), 0.25) for _ in range(4)]
+        expected = twin.cast_transpose(fp32_forward(x, kind), scale, histories[0], column, out)
+        found = twin.activation_cast_transpose(x, kind, scale, histories[1], column, out)
+        for name, a, b in zip(("q", "q_t", "scale_inv"), found, expected, strict=True):
+            assert_same_bits(a, b, name)
+        assert_same_bits(histories[1], histories[0], "amax")
+        dx = fp32_backward(grad, x, kind)
+        expected = twin.cast_transpose_dbias(dx, scale, histories[2], column, out)
+        found = twin.activation_backward_cast_transpose_dbias(grad, x, kind, scale, histories[3], column, out)
+        for name, a, b in zip(("q", "q_t", "scale_inv"), found, expected, strict=False):
+            assert_same_bits(a, b, name)
+        assert_same_bits(found[3], expected[3].to(dtype), "dbias")
+        assert_same_bits(histories[3], histories[2], "amax")
+
+    @pytest.mark.parametrize("dtype", SIXTEEN)
+    @pytest.mark.parametrize("kind", ["gelu", "silu", "qgelu"])
+    def test_codes_do_not_pass_through_16_bits(self, kind: str, dtype: torch.dtype) -> None:
+        x = every_word(dtype)
+        one = torch.ones(1)
+        q = twin.activation_cast_transpose(x, kind, one, None, 0, E4M3)[0].view(torch.uint8)
+        assert_same_bits(q, formats.cast(getattr(elementary, kind)(x), formats.E4M3).view(torch.uint8))
+        through = twin.cast(twin.activation(x, kind), one, None, 0, E4M3)[0].view(torch.uint8)
+        assert (q != through).any()
+
+    def test_dbias_is_of_the_unrounded_gradient_in_the_written_order(self) -> None:
+        rows = 130
+        x, grad = numbers(rows, 16, torch.bfloat16, 0), numbers(rows, 16, torch.bfloat16, 1)
+        *_, dbias = twin.activation_backward_cast_transpose_dbias(grad, x, "gelu", torch.ones(1), None, 0, E5M2)
+        dx = fp32_backward(grad, x, "gelu").numpy()
+        for c in range(16):
+            total = None
+            for block in range(0, rows, 64):
+                runs = []
+                for run in range(block, block + 64, 16):
+                    v = [dx[r, c] if r < rows else np.float32(0) for r in range(run, run + 16)]
+                    for h in (8, 4, 2, 1):
+                        v = [v[i] + v[i + h] for i in range(h)]
+                    runs.append(v[0])
+                block_sum = (runs[0] + runs[2]) + (runs[1] + runs[3])
+                total = block_sum if total is None else total + block_sum
+            assert dbias[c] == torch.tensor(total).to(torch.bfloat16)
+        assert (dbias != twin.dbias(twin.activation_backward(grad, x, "gelu"))).any()
+
+    def test_the_amax_ignores_nan_and_counts_infinity(self) -> None:
+        x = torch.zeros(2, 16)
+        x[0, 0], x[0, 1], x[1, 2] = NAN, 3.0, -INF
+        history = torch.zeros(2, 1)
+        twin.activation_cast_transpose(x, "relu", torch.full((1,), 8.0), history, 0, E4M3)
+        assert history.tolist() == [[3.0], [0.0]]
+        x[1, 2] = INF
+        twin.activation_cast_transpose(x, "relu", torch.ones(1), history, 0, E4M3)
+        assert history.tolist() == [[INF], [0.0]]
+
+
+def test_opcheck() -> None:
+    state = (torch.ones(2), torch.zeros(3, 2), 1, E4M3)
+    for kind, rows, dtype in (("swiglu", 0, torch.float32), ("gelu", 7, torch.bfloat16), ("swiglu", 32, torch.float16)):
+        x, grad = numbers(rows, 32, dtype, 0), numbers(rows, activation.width(kind, 32), dtype, 1)
+        torch.library.opcheck(twin.activation.default, (x, kind))
+        torch.library.opcheck(twin.activation_backward.default, (grad, x, kind))
+        torch.library.opcheck(twin.activation_cast_transpose.default, (x, kind, *state))
+        torch.library.opcheck(twin.activation_backward_cast_transpose_dbias.default, (grad, x, kind, *state))
+
+
+class TestRefusals:
+    def refused(self, op: str, arguments: tuple[object, ...], sentence: str) -> None:
+        with pytest.raises(ValueError, match=re.escape(f"twin::{op}: {sentence}")):
+            getattr(twin, op)(*arguments)
+
+    @pytest.mark.parametrize("op", ["activation", "activation_cast_transpose"])
+    def test_forward(self, op: str) -> None:
+        more = (torch.ones(3), None, 1, E4M3) if op.endswith("transpose") else ()
+        for x, kind, sentence in (
+            (torch.zeros(4, 32), "tanh", f"kind must be one of {', '.join(map(repr, activation.KINDS))}; got 'tanh'."),
+            (torch.zeros(4), "gelu", "x must be 2-D, [rows, cols]; got shape (4,)."),
+            (torch.zeros(4, 32, dtype=torch.float64), "relu", "x must be torch.float32, torch.bfloat16 or"),
+            (torch.zeros(4, 64)[:, ::2], "silu", "x must be contiguous (row-major); got strides (64, 2)"),
+            (torch.zeros(4, 33), "geglu", "x must have an even number of columns for kind 'geglu', whose first half"),
+        ):
+            self.refused(op, (x, kind, *more), sentence)
+
+    @pytest.mark.parametrize("op", ["activation_backward", "activation_backward_cast_transpose_dbias"])
+    def test_backward(self, op: str) -> None:
+        more = (torch.ones(3), None, 1, E4M3) if op.endswith("dbias") else ()
+        x = torch.zeros(4, 32)
+        for grad, kind, sentence in (
+            (torch.zeros(4, 32), "mish", "kind must be one of"),
+            (torch.zeros(4, 32), "swiglu", "grad must be contiguous torch.float32 [4, 16] on cpu; got"),
+            (torch.zeros(4, 16), "gelu", "grad must be contiguous torch.float32 [4, 32] on cpu; got"),
+            (torch.zeros(4, 32).bfloat16(), "gelu", "grad must be contiguous torch.float32 [4, 32] on cpu; got"),
+            (torch.zeros(32, 4).t(), "gelu", "grad must be contiguous"),
+            (torch.zeros(128), "gelu", "grad must be contiguous"),
+        ):
+            self.refused(op, (grad, x, kind, *more), sentence)
+        self.refused(op, (torch.zeros(4, 16), torch.zeros(4, 33), "geglu", *more), "x must have an even number")
+
+    def test_casts(self) -> None:
+        x, good = torch.zeros(4, 32), [torch.ones(3), torch.zeros(5, 3), 1, E4M3]
+        for position, wrong, sentence in (
+            (0, torch.ones(3, 1), "scale must be 1-D, [columns]; got shape (3, 1)."),
+            (1, torch.zeros(3), "amax_history must be [length >= 1, columns]"),
+            (2, 5, "column must be from 0 to 2, the columns of scale; got 5."),
+            (3, torch.float32, "dtype must be torch.float8_e4m3fn or torch.float8_e5m2; got torch.float32."),
+        ):
+            state = [*good[:position], wrong, *good[position + 1 :]]
+            self.refused("activation_cast_transpose", (x, "gelu", *state), sentence)
+            self.refused("activation_backward_cast_transpose_dbias", (x, x, "gelu", *state), sentence)
+        self.refused(
+            "activation_cast_transpose",
+            (torch.zeros(4, 48), "swiglu", *good),
+            "the columns of the activation must be a multiple of 16, which FP8 tensor cores need; got 24 (kind",
+        )
+        self.refused(
+            "activation_backward_cast_transpose_dbias",
+            (torch.zeros(4, 12), torch.zeros(4, 24), "swiglu", *good),
+            "the columns of x must be a multiple of 16, which FP8 tensor cores need; got 24",
+        )
+
+    @pytest.mark.parametrize("op", ["activation", "activation_cast_transpose"])
+    def test_there_is_no_derivative(self, op: str) -> None:
+        more = (torch.ones(1), None, 0, E4M3) if op.endswith("transpose") else ()
+        with pytest.raises(RuntimeError, match=rf"twin::{op} has no derivative of its own"):
+            getattr(twin, op)(torch.zeros(4, 32, requires_grad=True), "gelu", *more)
+
+
+class TestTheRecordedBandwidths:
+    @pytest.mark.parametrize("op", BANDWIDTH_OPS)
+    def test_large_matrices_reach_three_quarters_of_a_copy(self, op: str) -> None:
+        path = Path(__file__).parents[3] / "docs" / "results" / "activation.json"
+        large = {
+            row["kind"]: row["of_copy"]
+            for row in json.loads(path.read_text("utf-8"))["rows"]
+            if (row["op"], row["dtype"]) == (op, "bf16")
+            and row["x_columns"] == (32768 if row["kind"] in GATED else 16384)
+        }
+        assert set(large) == {"gelu", "geglu", "relu", "silu", "swiglu"}
+        assert min(large.values()) >= 0.75

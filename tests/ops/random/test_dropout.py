@@ -1,0 +1,163 @@
+"""`twin::bias_dropout_add` and `twin::dropout_backward` on the CPU: rounding points, the mask, statistics, refusals."""
+
+import math
+import re
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from shared.bits import assert_same_bits
+
+from reference.numbers import philox
+from reference.ops.random import dropout
+
+twin = torch.ops.twin
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def in_the_written_order(x, bias, residual, p, state):  # type: ignore[no-untyped-def]
+    """Element by element, from the docstring."""
+    out = torch.empty_like(x)
+    seed, offset = state.tolist()
+    threshold = round(p * 65536)
+    scale = np.float32(65536 / (65536 - threshold)) if threshold < 65536 else np.float32(0)
+
+    def rounded(value) -> torch.Tensor:  # type: ignore[no-untyped-def]
+        return torch.tensor(float(value), dtype=torch.float32).to(x.dtype)
+
+    for row, column in np.ndindex(*x.shape):
+        t = x[row, column]
+        if bias is not None:
+            t = rounded(np.float32(t.float()) + np.float32(bias[column].float()))
+        if threshold:
+            element = row * x.shape[1] + column
+            words = philox.element_words(seed, element // 8, 1, offset)
+            half = element % 8
+            u = int(words[half // 2][0]) >> (16 * (half % 2)) & 0xFFFF
+            t = rounded(np.float32(t.float()) * scale) if u >= threshold else torch.zeros((), dtype=x.dtype)
+        if residual is not None:
+            t = rounded(np.float32(t.float()) + np.float32(residual[row, column].float()))
+        out[row, column] = t
+    return out
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    rows=st.integers(0, 9),
+    hidden=st.integers(1, 40),
+    dtype=st.sampled_from(DTYPES),
+    p=st.sampled_from((0.0, 0.1, 0.5, 1.0)),
+    bias=st.booleans(),
+    residual=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_the_order_is_the_written_one(rows, hidden, dtype, p, bias, residual, seed) -> None:  # type: ignore[no-untyped-def]
+    generator = torch.Generator().manual_seed(seed)
+    x, r = (torch.randn(rows, hidden, generator=generator).to(dtype) for _ in range(2))
+    b = torch.randn(hidden, generator=generator).to(dtype) if bias else None
+    r = r if residual else None
+    state = torch.tensor([seed * 2**31 + 1, seed])
+    expected = in_the_written_order(x, b, r, p, state)
+    gradient = in_the_written_order(x, None, None, p, state)
+    assert_same_bits(twin.dropout_backward(x, p, state), gradient, "gradient")
+    assert_same_bits(twin.bias_dropout_add(x, b, r, p, state), expected, "out")
+    assert state.tolist() == [seed * 2**31 + 1, seed + (p > 0)]
+
+
+def test_the_result_is_no_alias() -> None:
+    x = torch.ones(2, 3)
+    assert twin.bias_dropout_add(x, None, None, 0.0, None).data_ptr() != x.data_ptr()
+    assert twin.dropout_backward(x, 0.0, None).data_ptr() != x.data_ptr()
+
+
+@pytest.mark.parametrize("p", [1e-3, 0.1, 0.5, 0.9])
+def test_statistics(p: float) -> None:
+    """Share of zeros and mean over a million ones, each place of a counter's eight: within five deviations."""
+    out = twin.bias_dropout_add(torch.ones(1024, 1024), None, None, p, torch.tensor([3, 5]))
+    kept = 1 - round(p * 65536) / 65536
+    eight = (out != 0).double().view(-1, 8).mean(0)
+    deviation = math.sqrt(kept * (1 - kept) / (1024 * 128))
+    assert bool(((eight - kept).abs() < 5 * deviation).all())
+    assert abs(out.double().mean().item() - 1) < 5 * deviation / kept
+
+
+def test_masks_differ_from_call_to_call_and_from_seed_to_seed() -> None:
+    x = torch.ones(64, 64)
+    state = torch.tensor([1, 0])
+    first, second = (twin.bias_dropout_add(x, None, None, 0.5, state) for _ in range(2))
+    other = twin.bias_dropout_add(x, None, None, 0.5, torch.tensor([2, 0]))
+    for a, b in ((first, second), (first, other), (second, other)):
+        assert abs((a == b).double().mean().item() - 0.5) < 5 * 0.5 / 64
+
+
+def test_backward_is_the_gradient() -> None:
+    """Ones where something was kept, times the scale: the derivative of the forward."""
+    state = torch.tensor([4, 4])
+    out = twin.bias_dropout_add(torch.ones(50, 50), None, None, 0.3, state.clone())
+    assert_same_bits(twin.dropout_backward(torch.ones(50, 50), 0.3, state), out)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_no_gradient_that_overflowed_is_dropped_unseen(bad: float, dtype: torch.dtype) -> None:
+    """As with PyTorch's dropout, which multiplies by a mask."""
+    grad = torch.full((16, 16), -1.0, dtype=dtype)
+    for p in (0.1, 0.9, 1.0):
+        for column in range(16):
+            one = grad.clone()
+            one[3, column] = bad
+            found = twin.dropout_backward(one, p, torch.tensor([1, 2]))
+            assert not found[3, column].isfinite()
+            found[3, column] = one[3, column] = -1.0
+            expected = twin.bias_dropout_add(grad, None, None, p, torch.tensor([1, 2]))
+            found[3, column] = expected[3, column]
+            assert_same_bits(found, expected)
+
+
+def test_new_state() -> None:
+    torch.manual_seed(0)
+    first, second = philox.new_state(), philox.new_state()
+    torch.manual_seed(0)
+    assert torch.equal(first, philox.new_state())
+    assert not torch.equal(first, second)
+    assert first.dtype == torch.int64
+    assert first[1] == 0
+
+
+def test_keep_scale() -> None:
+    assert dropout.keep_scale(0.5) == 2.0
+    assert dropout.keep_scale(0.0) == 1.0
+    assert dropout.keep_scale(1.0) == 0.0
+    assert dropout.threshold(0.1) == 6554
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"x": torch.ones(4)}, "x must be 2-D, [rows, cols]"),
+        ({"x": torch.ones(4, 4).t()[:3]}, "x must be contiguous (row-major)"),
+        ({"x": torch.ones(4, 4).double()}, "x must be torch.float32"),
+        ({"bias": torch.ones(5)}, "bias must be contiguous torch.float32 [4] on cpu; got"),
+        ({"residual": torch.ones(4, 5)}, "residual must be contiguous torch.float32 [4, 4] on cpu; got"),
+        ({"residual": torch.ones(4, 4).half()}, "on cpu; got torch.float16 [4, 4]"),
+        ({"p": -0.1}, "must be from 0 to 1; got -0.1"),
+        ({"p": 0.5, "rng_state": None}, "needs rng_state"),
+        ({"p": 0.5, "rng_state": torch.zeros(3, dtype=torch.int64)}, "rng_state must be a contiguous int64 [2]"),
+    ],
+)
+def test_refusals(change: dict, sentence: str) -> None:
+    given = {"x": torch.ones(4, 4), "bias": None, "residual": None, "p": 0.0, "rng_state": None, **change}
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        twin.bias_dropout_add(*given.values())
+    if change.keys() & {"x", "p"}:
+        with pytest.raises(ValueError, match=re.escape(sentence).replace("x\\ must", "(x|grad)\\ must")):
+            twin.dropout_backward(given["x"], given["p"], given["rng_state"])
+
+
+def test_fake_tensors() -> None:
+    x, b, state = torch.ones(3, 8), torch.ones(8), torch.tensor([1, 2])
+    tests = ("test_schema", "test_faketensor")
+    torch.library.opcheck(twin.bias_dropout_add.default, (x, b, x, 0.5, state), test_utils=tests)
+    torch.library.opcheck(twin.dropout_backward.default, (x, 0.5, state), test_utils=tests)

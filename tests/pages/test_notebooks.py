@@ -1,0 +1,42 @@
+"""The notebooks as they are checked in: run from top to bottom, with their outputs, and small.
+
+They run under `pytest -p nbmake --nbmake notebooks` (extra `notebooks`); here only their files are read.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from optimized import measure
+
+FOLDER = Path(__file__).parents[2] / "notebooks"
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+LESSONS = sorted(FOLDER.glob("[0-9]*.ipynb"))
+
+
+def test_there_are_lessons():
+    assert [path.name[:2] for path in LESSONS] == [f"{n:02}" for n in range(1, len(LESSONS) + 1)]
+    assert len(LESSONS) >= 4
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_outputs_are_of_one_run_and_without_complaints(path):
+    assert path.stat().st_size < 300 << 10
+    text = path.read_text()
+    assert "/home/" not in text
+    assert "site-packages" not in text
+    cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
+    outputs = [output for cell in cells for output in cell["outputs"]]
+    assert not [output for output in outputs if output["output_type"] == "error" or output.get("name") == "stderr"]
+    assert sum("image/png" in output.get("data", {}) for output in outputs) >= 1
+
+
+def test_the_lesson_about_decoding_shows_what_is_recorded():
+    """Once `twin bench decode --write` has run, the lesson is run again."""
+    text = (FOLDER / "11_other_peoples_models.ipynb").read_text()
+    shown = [output for cell in json.loads(text)["cells"] for output in cell.get("outputs", ())]
+    missing = any("Times: not measured yet." in line for output in shown for line in output.get("text", ()))
+    assert missing != (measure.RESULTS / "decode.json").exists()
+    assert not any("transformers is not installed" in line for output in shown for line in output.get("text", ()))

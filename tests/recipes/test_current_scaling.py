@@ -1,0 +1,264 @@
+"""`Float8CurrentScaling`, written out by hand, on both devices; and recipes by layer."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+import optimized
+import reference as te
+from reference.numbers import formats
+from reference.recipe import AUTOCAST, DelayedScaling, Float8CurrentScaling, Format, by_layer
+
+CURRENT = Float8CurrentScaling()
+DELAYED = DelayedScaling(amax_history_len=4)
+BF16 = torch.bfloat16
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+twin = torch.ops.twin
+
+
+def numbers(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(BF16)
+
+
+def scaled(x: torch.Tensor, fp8: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """codes, transposed codes and scale_inv, by the formula."""
+    amax = x.float().abs().nan_to_num(0.0, float("inf")).max()
+    largest = torch.tensor(448.0 if fp8 == E4M3 else 57344.0)
+    scale = largest / amax if 0 < amax < float("inf") else torch.tensor(1.0)
+    scale = scale.clamp(max=torch.finfo(torch.float32).max)[None]
+    q, q_t, scale_inv = twin.cast_transpose(x, scale, None, 0, fp8)
+    assert scale_inv == 1 / scale
+    return q, q_t, scale_inv
+
+
+@pytest.mark.parametrize("fp8_format", [Format.HYBRID, Format.E4M3])
+def test_linear_is_what_the_formulas_say(fp8_format: Format, same_bits) -> None:
+    layer = te.Linear(32, 48, params_dtype=BF16)
+    x, g = numbers(1, 21, 32).requires_grad_(), numbers(2, 21, 48) * 1e-3
+    with te.autocast(recipe=Float8CurrentScaling(fp8_format=fp8_format)):
+        y = layer(x)
+    y.backward(g)
+    (qx, qx_t, sx), (qw, qw_t, sw) = scaled(x.detach(), E4M3), scaled(layer.weight.detach(), E4M3)
+    qg, qg_t, sg = scaled(g, E5M2 if fp8_format is Format.HYBRID else E4M3)
+    same_bits(y, twin.gemm_fp8(qx, qw, sx, sw, layer.bias.detach(), BF16, "fast"))
+    same_bits(x.grad, twin.gemm_fp8(qg, qw_t, sg, sw, None, BF16, "split"))
+    same_bits(layer.weight.grad, twin.gemm_fp8(qg_t, qx_t, sg, sx, None, BF16, "split"))
+    same_bits(layer.bias.grad, twin.dbias(g))
+    assert "scaling_fwd" not in layer.fp8_meta, "there is no state between steps"
+
+
+@pytest.mark.parametrize(
+    "values", [[0.0, 0.0], [1.0, float("inf")], [float("nan"), 3.0], [1e-44, 0.0], [1e-40, 1e-42], [6e4, -6.4e4]]
+)
+def test_the_scale_of_special_tensors(values: list[float], same_bits) -> None:
+    """Of zeros and of infinities it is 1, NaN is passed over, a tiny amax does not make it infinite."""
+    x = torch.tensor(values * 8)[None].expand(16, -1).contiguous()
+    layer = te.Linear(16, 16, bias=False, params_dtype=torch.float32)
+    with te.autocast(recipe=CURRENT), torch.no_grad():
+        y = layer(x)
+    (q, _, s), (qw, _, sw) = scaled(x, E4M3), scaled(layer.weight.detach(), E4M3)
+    same_bits(y, twin.gemm_fp8(q, qw, s, sw, None, torch.float32, "fast"))
+
+
+def test_a_norm_passes_through_the_activation_dtype(same_bits) -> None:
+    """Unlike delayed scaling, which casts from fp32: the scale needs the whole tensor first."""
+    fused = te.LayerNormLinear(32, 48, params_dtype=BF16)
+    norm, linear = te.LayerNorm(32, params_dtype=BF16), te.Linear(32, 48, params_dtype=BF16)
+    with torch.no_grad():
+        linear.weight.copy_(fused.weight)
+    x = numbers(1, 21, 32)
+    with te.autocast(recipe=CURRENT):
+        same_bits(fused(x), linear(norm(x)))
+
+
+def layer_of(te: Any = te, **arguments: Any) -> Any:
+    torch.manual_seed(1)
+    settings = {"hidden_dropout": 0.1, "attention_dropout": 0.1, "params_dtype": BF16, "device": "cpu"}
+    return te.TransformerLayer(64, 128, 4, **(settings | arguments))
+
+
+def step(layer: Any, recipe: Any, device: str = "cpu") -> list[torch.Tensor]:
+    torch.manual_seed(5)
+    layer.zero_grad()
+    x = numbers(1, 24, 2, 64).to(device).requires_grad_()
+    with te.autocast(recipe=recipe):
+        y = layer(x)
+    y.backward(numbers(2, *y.shape).to(device))
+    return [t.detach().clone() for t in (y, x.grad, *(p.grad for p in layer.parameters()))]
+
+
+def test_a_checkpoint_of_a_layer_that_ran_in_it_loads() -> None:
+    layer = layer_of()
+    step(layer, CURRENT)
+    other = layer_of()
+    other.load_state_dict(layer.state_dict())
+    assert "scaling_fwd" not in copy.deepcopy(layer.layernorm_mlp).fp8_meta
+
+
+def test_recomputation_has_the_bits(same_bits) -> None:
+    class Recomputed(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = layer_of()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return te.checkpoint(self.layer, x)
+
+    for a, b in zip(step(layer_of(), CURRENT), step(Recomputed(), CURRENT), strict=True):
+        same_bits(a, b)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("arguments", [{}, {"activation": "swiglu", "normalization": "RMSNorm", "bias": False}])
+def test_training_has_the_bits_of_the_cpu(arguments: dict[str, Any], same_bits) -> None:
+    pair = layer_of(**arguments), layer_of(optimized, **arguments).to("cuda")
+    for layer in pair:
+        by_layer(layer, {"*proj": DELAYED})
+    for _ in range(3):
+        for a, b in zip(step(pair[0], CURRENT), step(pair[1], CURRENT, "cuda"), strict=True):
+            same_bits(a, b.cpu())
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_compiled_bits(same_bits) -> None:
+    layer, x = te.Linear(32, 48, params_dtype=BF16), numbers(1, 21, 32)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    with te.autocast(recipe=CURRENT):
+        same_bits(compiled(x), layer(x))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "sentence"),
+    [
+        ({"use_power_2_scales": True}, NotImplementedError, "use_power_2_scales=True is not offered; False is"),
+        ({"fp8_format": Format.E5M2}, ValueError, "Format.HYBRID and Format.E4M3 are accepted"),
+        ({"fp8_dpa": True}, NotImplementedError, r"later tokens .*DelayedScaling\(fp8_dpa=True\)"),
+        ({"fp8_mha": True}, NotImplementedError, "fp8_mha=True is not offered"),
+        ({"backward_override": "dequantized"}, NotImplementedError, "backward_override='dequantized'"),
+    ],
+)
+def test_what_is_not_offered_says_so(arguments: dict[str, Any], error: type[Exception], sentence: str) -> None:
+    with pytest.raises(error, match=f"^Float8CurrentScaling: .*{sentence}"):
+        Float8CurrentScaling(**arguments)
+
+
+def test_it_answers_as_in_transformer_engine() -> None:
+    assert CURRENT.float8_current_scaling()
+    assert CURRENT.float8_per_tensor_scaling()
+    assert not CURRENT.delayed()
+    assert DELAYED.delayed()
+    assert not DELAYED.mxfp8()
+
+
+def test_a_weight_that_another_recipe_has_cast_is_cast_again(same_bits) -> None:
+    layer, x = te.Linear(32, 48, params_dtype=BF16), numbers(1, 16, 32)
+    with te.autocast(recipe=CURRENT):
+        expected = layer(x)
+    with te.autocast(recipe=DELAYED):
+        first = layer(x, is_first_microbatch=True)
+    with te.autocast(recipe=CURRENT):
+        same_bits(layer(x, is_first_microbatch=False), expected)
+    assert not torch.equal(first, expected)
+
+
+# --- recipes by layer ------------------------------------------------------------------------------------
+
+
+def model_of() -> torch.nn.Sequential:
+    torch.manual_seed(2)
+    return torch.nn.Sequential(*(te.Linear(32, 32, params_dtype=BF16) for _ in range(3)))
+
+
+def found(model: torch.nn.Module, recipe: Any) -> list[torch.Tensor]:
+    model.zero_grad()
+    x = numbers(1, 16, 32).requires_grad_()
+    with te.autocast(recipe=recipe):
+        y = model(x)
+    y.backward(numbers(2, *y.shape))
+    return [t.detach().clone() for t in (y, x.grad, *(p.grad for p in model.parameters()))]
+
+
+def test_each_layer_runs_in_the_recipe_it_was_given(same_bits) -> None:
+    mixed, model = model_of(), model_of()
+    choices = by_layer(mixed, {"*": CURRENT, "1": None, mixed[2]: AUTOCAST})
+    assert choices == {"0": CURRENT, "1": None, "2": AUTOCAST}
+    for _ in range(3):
+        x = numbers(1, 16, 32).requires_grad_()
+        model.zero_grad()
+        # The same by hand: each layer in an autocast of its own, so delayed scaling updates after the last.
+        with te.autocast(recipe=CURRENT):
+            y = model[0](x)
+        y = model[1](y)
+        with te.autocast(recipe=DELAYED):
+            y = model[2](y)
+        y.backward(numbers(2, *y.shape))
+        expected = [y, x.grad, *(p.grad for p in model.parameters())]
+        for a, b in zip(found(mixed, DELAYED), expected, strict=True):
+            same_bits(a, b)
+    for key in ("scaling_fwd", "scaling_bwd"):
+        same_bits(
+            mixed[2].fp8_meta[key].scale, model[2].fp8_meta[key].scale, "the second is updated, the first has none"
+        )
+        assert mixed[2].fp8_meta[key].scale[0] != 1
+
+
+def test_a_transformer_layer_mixes(same_bits) -> None:
+    """Its parts in other recipes than its whole: the bits of a layer whose parts are hooked, so run one by one."""
+    found = []
+    for hooked in (False, True):
+        layer = layer_of()
+        by_layer(layer, {"layernorm_mlp": CURRENT, "self_attention.proj": None})
+        if hooked:
+            for part in layer.modules():
+                part.register_forward_hook(lambda *_: None)
+        found.append([step(layer, DELAYED) for _ in range(2)])
+    for one, other in zip(*found, strict=True):
+        for a, b in zip(one, other, strict=True):
+            same_bits(a, b)
+
+
+def test_what_runs_in_16_bits_may_have_any_size() -> None:
+    """Of a TransformerLayer, too, which looks at the sizes of its parts before the first of them runs."""
+    torch.manual_seed(1)
+    layer = te.TransformerLayer(64, 120, 4, params_dtype=BF16)
+    with pytest.raises(ValueError, match="ffn_hidden_size=120 under FP8 autocast"):
+        step(layer, CURRENT)
+    by_layer(layer, {"layernorm_mlp": None})
+    step(layer, CURRENT)
+    assert (layer.layernorm_mlp.fp8, layer.self_attention.proj.fp8) == (False, True)
+
+
+def test_a_choice_is_copied_and_taken_back(same_bits) -> None:
+    model = model_of()
+    by_layer(model, {"0": None})
+    twin_model = copy.deepcopy(model)
+    for a, b in zip(found(model, DELAYED), found(twin_model, DELAYED), strict=True):
+        same_bits(a, b)
+    assert "scaling_fwd" not in twin_model[0].fp8_meta
+    assert by_layer(twin_model, {twin_model: AUTOCAST}) == {str(i): AUTOCAST for i in range(3)}
+    found(twin_model, DELAYED)
+    assert "scaling_fwd" in twin_model[0].fp8_meta
+
+
+@pytest.mark.parametrize(
+    ("choices", "error", "sentence"),
+    [
+        ({"4": None}, ValueError, "has '4', which is or holds no layer"),
+        ({"0": "fp8"}, TypeError, "choice for '0' is 'fp8'; a recipe, None and"),
+        ({7: None}, TypeError, "has the key 7; names, patterns and modules"),
+    ],
+)
+def test_a_broken_choice_changes_nothing(choices: dict[Any, Any], error: type[Exception], sentence: str) -> None:
+    model = model_of()
+    with pytest.raises(error, match=sentence):
+        by_layer(model, {"0": CURRENT} | choices if "0" not in choices else {"1": CURRENT} | choices)
+    assert set(by_layer(model, {}).values()) == {AUTOCAST}
+
+
+def test_the_amax_is_that_of_formats() -> None:
+    x = numbers(3, 5, 16)
+    history = torch.zeros(1, 1)
+    twin.amax(x, history, 0)
+    assert history[0, 0] == formats.amax(x)

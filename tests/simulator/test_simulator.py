@@ -1,0 +1,143 @@
+"""The simulator itself: it finds the faults that docs/simulator.md says it finds."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import simulator
+from optimized import measure
+from optimized.cuda import launch
+from simulator import AT_ONCE, AT_RANDOM, LATE, Simulator
+
+pytestmark = pytest.mark.skipif(not simulator.available, reason="needs g++")
+
+KERNEL = """
+#include "ptx/bulk.cuh"
+#include "ptx/fence.cuh"
+#include "ptx/mbarrier.cuh"
+using namespace twin;
+extern "C" __global__ void fetch(const float* from, float* to, int arrivals, int waits) {
+    __shared__ __align__(16) float words[32];
+    __shared__ __align__(8) unsigned long long barrier;
+    const unsigned full = shared_address(&barrier);
+    if (threadIdx.x == 0) {
+        mbarrier_init(full, 1);
+        fence_mbarrier_init();
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        if (arrivals > 0) mbarrier_arrive_expect_tx(full, 128);
+        for (int i = 1; i < arrivals; i++) mbarrier_arrive(full + 8 * (i > 2));
+        bulk_load(shared_address(words), from, 128, full);
+    }
+    if (waits) mbarrier_wait(full, 0);
+    to[threadIdx.x] = words[threadIdx.x];
+    __syncthreads();
+}
+extern "C" __global__ void give(float* to, int everything) {
+    __shared__ __align__(16) float words[32];
+    words[threadIdx.x] = threadIdx.x;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        bulk_store(to, shared_address(words), 128);
+        bulk_commit();
+        if (everything) bulk_wait<0>();
+        else bulk_wait_read<0>();
+    }
+    __syncthreads();
+    words[threadIdx.x] = -1.0f;
+    __syncthreads();
+    if (threadIdx.x == 1) to[32] = to[31];
+}
+extern "C" __global__ void outside(float* to, int offset) {
+    __shared__ __align__(16) float words[32];
+    words[threadIdx.x] = 0.0f;
+    __syncthreads();
+    if (threadIdx.x == 5) bulk_store(to, shared_address(words) + offset, 128);
+}
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path):  # type: ignore[no-untyped-def]
+    """run(function, when, *args): a launch of 32 threads of KERNEL."""
+    (tmp_path / "faults.cu").write_text(KERNEL)
+    (tmp_path / "ptx").symlink_to(measure.ROOT / "optimized" / "kernels" / "ptx")
+
+    def launched(function: str, when: int, *args: object) -> None:
+        with Simulator(when=when) as gpu:
+            gpu.run(launch.Kernel("faults", function, {}, 0, -1), (1,), (32,), args, root=tmp_path)
+
+    return launched
+
+
+@pytest.mark.parametrize("when", [AT_ONCE, LATE, AT_RANDOM])
+def test_a_copy_that_is_waited_for(run, when: int) -> None:  # type: ignore[no-untyped-def]
+    x, y = torch.arange(32.0), torch.zeros(32)
+    run("fetch", when, x.data_ptr(), y.data_ptr(), np.int32(1), np.int32(1))
+    assert torch.equal(x, y)
+
+
+def test_a_copy_that_is_not_waited_for(run) -> None:  # type: ignore[no-untyped-def]
+    x, y = torch.arange(32.0), torch.zeros(32)
+    run("fetch", LATE, x.data_ptr(), y.data_ptr(), np.int32(1), np.int32(0))
+    assert y.isnan().all()
+
+
+def test_who_waits_for_ever_is_named(run) -> None:  # type: ignore[no-untyped-def]
+    x, y = torch.arange(32.0), torch.zeros(32)
+    with pytest.raises(
+        RuntimeError, match=r"faults\.fetch: stuck: .* 32 wait for an mbarrier \(first: block \(0, 0, 0\)"
+    ):
+        run("fetch", LATE, x.data_ptr(), y.data_ptr(), np.int32(0), np.int32(1))
+
+
+def test_too_many_arrivals(run) -> None:  # type: ignore[no-untyped-def]
+    x, y = torch.arange(32.0), torch.zeros(32)
+    with pytest.raises(RuntimeError, match=r"thread \(0, 0, 0\): more arrivals at the mbarrier"):
+        run("fetch", LATE, x.data_ptr(), y.data_ptr(), np.int32(2), np.int32(1))
+
+
+def test_an_mbarrier_that_was_not_initialised(run) -> None:  # type: ignore[no-untyped-def]
+    x, y = torch.arange(32.0), torch.zeros(32)
+    with pytest.raises(RuntimeError, match=r"more arrivals|no mbarrier was initialised"):
+        run("fetch", AT_ONCE, x.data_ptr(), y.data_ptr(), np.int32(4), np.int32(1))
+
+
+def test_a_bulk_store_that_is_not_waited_for(run) -> None:  # type: ignore[no-untyped-def]
+    """After `.read` shared memory is free, and what was written may not be there yet."""
+    found = []
+    for everything in (1, 0):
+        y = torch.zeros(36)
+        run("give", LATE, y.data_ptr(), np.int32(everything))
+        assert torch.equal(y[:32], torch.arange(32.0))  # at the end of the launch at the latest
+        found.append(y[32].item())
+    assert found == [31.0, 0.0]
+
+
+def test_an_address_outside_of_shared_memory(run) -> None:  # type: ignore[no-untyped-def]
+    y = torch.zeros(32)
+    with pytest.raises(RuntimeError, match=r"thread \(5, 0, 0\): shared memory at .* is outside of the block's"):
+        run("outside", AT_ONCE, y.data_ptr(), np.int32(1 << 20))
+    with pytest.raises(RuntimeError, match="not multiples of 16"):
+        run("outside", AT_ONCE, y.data_ptr(), np.int32(4))
+
+
+def test_every_instruction_has_its_twin() -> None:
+    folders = measure.ROOT / "optimized" / "kernels" / "ptx", Path(simulator.__file__).parent / "ptx"
+    kernels, ours = ({path.name for path in folder.iterdir()} for folder in folders)
+    assert kernels == ours
+    name = re.compile(r"(?:__forceinline__|^inline) \w[\w ]*? (\w+)\(", re.MULTILINE)
+    for file in sorted(kernels):
+        there, here = (set(name.findall((folder / file).read_text())) for folder in folders)
+        assert there <= here, f"{file}: {sorted(there - here)}"
+
+
+def test_the_pages_example() -> None:
+    page = (measure.ROOT / "docs" / "simulator.md").read_text()
+    names: dict[str, object] = {}
+    exec(re.search(r"```python\n(.*?)```", page, re.S)[1], names)  # type: ignore[index]
+    assert names["gpu"].launches == ["attention.attention"]  # type: ignore[attr-defined]
