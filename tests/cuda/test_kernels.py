@@ -24,8 +24,8 @@ def configurations() -> Iterator[Configuration]:
     """Every configuration that an op or a benchmark launches."""
     for module in optimized.ops.MODULES:
         yield from module.CONFIGURATIONS
-    for entry in pkgutil.iter_modules(optimized.bench.__path__):
-        module = importlib.import_module(f"optimized.bench.{entry.name}")
+    for entry in pkgutil.walk_packages(optimized.bench.__path__, f"{optimized.bench.__name__}."):
+        module = importlib.import_module(entry.name)
         yield from getattr(module, "CONFIGURATIONS", ())
 
 

@@ -57,7 +57,7 @@ def arguments(name: str) -> list[object]:
     for argument in getattr(torch.ops.twin, name).default._schema.arguments:
         kind = str(argument.type)
         values = {"Tensor": torch.ones(16, 16), "List[Tensor]": [torch.ones(16, 16)], "List[int]": [0], "int": 0}
-        values |= {"float": 1.0, "bool": False, "str": "", "Optional[Tensor]": None}
+        values |= {"float": 1.0, "bool": False, "str": "", "Optional[Tensor]": None, "Optional[int]": None}
         made.append(torch.float32 if argument.name.endswith("dtype") else values[kind])
     return made
 
