@@ -185,19 +185,20 @@ def _attributes(content: bytes, symbols: Sequence[tuple[str, bytes]], only: int 
 # What follows runs in each tree, with its own `optimized`.
 
 
-def _compiler() -> Any:
-    """The module of the tree that is imported; before modules stood in rooms it was `optimized.compiler`."""
-    import optimized
-
-    room = "cuda." if (Path(optimized.__file__).parent / "cuda").is_dir() else ""
-    return importlib.import_module(f"optimized.{room}compiler")
+def _module(room: str, name: str) -> Any:
+    """The module of the tree that is imported; before modules stood in rooms it was beside its room."""
+    place = importlib.import_module("optimized")
+    folder = Path(place.__file__).parent / room.replace(".", "/")
+    return importlib.import_module(
+        f"optimized.{room if folder.is_dir() else room.rpartition('.')[0]}.{name}".replace("..", ".")
+    )
 
 
 def listed() -> list[tuple[str, dict[str, int | str]]]:
     """Every configuration of the tree that is imported, in its order."""
     from optimized import defaults
-    from optimized.bench.layers import ladder
 
+    ladder = _module("bench.layers", "ladder")
     return [*defaults.configurations(), *ladder.CONFIGURATIONS]
 
 
@@ -205,7 +206,7 @@ def _made(kernel: str, defines: dict[str, int | str], kind: str, attempt: int = 
     """The digests of a configuration's PTX, or of its cubin's sections; each `attempt` compiles it anew."""
     from reference.support import files
 
-    compiler = _compiler()
+    compiler = _module("cuda", "compiler")
 
     about = [kind, kernel, compiler.source_hash(kernel), sorted(defines.items()), compiler.FLAGS]
     about += [compiler.nvrtc_build(), _FORM]
@@ -237,7 +238,7 @@ def _made(kernel: str, defines: dict[str, int | str], kind: str, attempt: int = 
 
 def work() -> None:
     """Answer the requests on stdin, one a line: "list", or a configuration and what of it."""
-    compiler = _compiler()
+    compiler = _module("cuda", "compiler")
     compiler.source_hash = functools.cache(compiler.source_hash)
     print(json.dumps(str(compiler.KERNELS.parents[1])), flush=True)
     for line in sys.stdin:
