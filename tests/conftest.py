@@ -13,7 +13,6 @@ from unittest import mock
 import hypothesis
 import pytest
 import torch
-from shared import cores  # noqa: F401  (before torch)
 from shared.bits import assert_same_bits, changed_sources, torch_threads
 from shared.driver_stub import cuda  # noqa: F401  (a fixture)
 from simulator import Simulator

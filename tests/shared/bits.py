@@ -5,7 +5,6 @@ import hashlib
 from collections.abc import Iterator, Mapping
 
 import torch
-from shared import cores  # noqa: F401  (before torch)
 from shared.driver_stub import cuda  # noqa: F401  (a fixture)
 
 from optimized import measure

@@ -185,28 +185,26 @@ def _attributes(content: bytes, symbols: Sequence[tuple[str, bytes]], only: int 
 # What follows runs in each tree, with its own `optimized`.
 
 
-def _module(room: str, name: str) -> Any:
-    """The module of the tree that is imported; before modules stood in rooms it was beside its room."""
-    place = importlib.import_module("optimized")
-    folder = Path(place.__file__).parent / room.replace(".", "/")
-    return importlib.import_module(
-        f"optimized.{room if folder.is_dir() else room.rpartition('.')[0]}.{name}".replace("..", ".")
-    )
+def _module(now: str, before: str) -> Any:
+    """The module of the tree that is imported, by its name `before` where modules do not stand in rooms yet."""
+    try:
+        return importlib.import_module(now)
+    except ModuleNotFoundError:
+        return importlib.import_module(before)
 
 
 def listed() -> list[tuple[str, dict[str, int | str]]]:
     """Every configuration of the tree that is imported, in its order."""
     from optimized import defaults
 
-    ladder = _module("bench.layers", "ladder")
+    ladder = _module("optimized.bench.layers.ladder", "optimized.bench.ladder")
     return [*defaults.configurations(), *ladder.CONFIGURATIONS]
 
 
 def _made(kernel: str, defines: dict[str, int | str], kind: str, attempt: int = 0) -> dict[str, str]:
     """The digests of a configuration's PTX, or of its cubin's sections; each `attempt` compiles it anew."""
-    from reference.support import files
-
-    compiler = _module("cuda", "compiler")
+    files = _module("reference.support.files", "reference.files")
+    compiler = _module("optimized.cuda.compiler", "optimized.compiler")
 
     about = [kind, kernel, compiler.source_hash(kernel), sorted(defines.items()), compiler.FLAGS]
     about += [compiler.nvrtc_build(), _FORM]
@@ -238,7 +236,7 @@ def _made(kernel: str, defines: dict[str, int | str], kind: str, attempt: int = 
 
 def work() -> None:
     """Answer the requests on stdin, one a line: "list", or a configuration and what of it."""
-    compiler = _module("cuda", "compiler")
+    compiler = _module("optimized.cuda.compiler", "optimized.compiler")
     compiler.source_hash = functools.cache(compiler.source_hash)
     print(json.dumps(str(compiler.KERNELS.parents[1])), flush=True)
     for line in sys.stdin:
@@ -295,10 +293,24 @@ class Tree:
         self._process.wait()
 
 
-def without_new(old: Sequence[Any], new: Sequence[Any]) -> list[Any]:
-    """The configurations of `new` without those that are new, where it has all of `old`: a kernel's new options."""
-    known = [one for one in new if one in old]
-    return known if len(known) == len(old) else list(new)
+def paired(old: Sequence[Any], new: Sequence[Any], kernels: Sequence[str]) -> list[tuple[Any, Any]]:
+    """Configurations of both trees, those of `kernels` or all: of each file in the order of its list.
+
+    A file's new options are left out. Where a file has another name, the lists are read place by place.
+    """
+    if {kernel for kernel, _ in old} <= {kernel for kernel, _ in new}:
+        names = [one for one in dict.fromkeys(kernel for kernel, _ in old) if not kernels or one in kernels]
+        lists = [([one for one in old if one[0] == name], [one for one in new if one[0] == name]) for name in names]
+    else:
+        lists = [(list(old), list(new))]
+    found: list[tuple[Any, Any]] = []
+    for before, now in lists:
+        known = [one for one in now if one in before]
+        now = known if len(known) == len(before) else now
+        if len(before) != len(now):
+            raise SystemExit(f"the trees list {len(before)} and {len(now)} configurations of {now[0][0]}.")
+        found += zip(before, now, strict=True)
+    return [pair for pair in found if not kernels or {pair[0][0], pair[1][0]} & set(kernels)]
 
 
 def compare(trees: tuple[Tree, Tree], kernels: Sequence[str], *, whole: bool, jobs: int) -> dict[str, Any]:
@@ -309,13 +321,7 @@ def compare(trees: tuple[Tree, Tree], kernels: Sequence[str], *, whole: bool, jo
         of how many the sources and the PTX were equal, of how many cubins were compared, and which differ.
     """
     (old,), (new,) = (tree.ask("list") for tree in trees)
-    listed = without_new(old["listed"], new["listed"])
-    if len(old["listed"]) != len(listed):
-        raise SystemExit(f"the trees list {len(old['listed'])} and {len(new['listed'])} configurations.")
-    chosen = [
-        pair for pair in zip(old["listed"], listed, strict=True)
-        if not kernels or {pair[0][0], pair[1][0]} & set(kernels)
-    ]  # fmt: skip
+    chosen = paired(old["listed"], new["listed"], kernels)
 
     def made(what: Sequence[str], pairs: Sequence[Any]) -> list[tuple[dict[str, str], dict[str, str]]]:
         """Both sides of each pair, equal ones if one of a few attempts on each side gives them."""
