@@ -112,6 +112,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     on_gpu = config.getoption("--require-gpu") or has_hopper()
     draw_samples(items, {"gpu", "simulated"} if on_gpu else set())
     if on_gpu:
+        few = [
+            item
+            for item in items
+            if any(mark.args[0] > torch.cuda.device_count() for mark in item.iter_markers("gpus"))
+        ]
+        items[:] = [item for item in items if item not in few]
+        config.hook.pytest_deselected(items=few)
         return
     skip, simulate = pytest.mark.skip(reason="needs a Hopper GPU"), config.getoption("--simulate")
     outside = pytest.mark.skip(reason="runs in the simulator, with --simulate")

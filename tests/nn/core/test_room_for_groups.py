@@ -43,7 +43,7 @@ def test_a_plan_names_a_group_and_a_collective_is_an_op(world: int, compiled: bo
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.gpus(2)
 def test_a_collective_is_replayed_on_gpus(tmp_path: Path) -> None:
     """The same on two GPUs, replayed from tapes and then from a CUDA graph."""
     check_ranks(tmp_path, 2, "nccl", 8)
