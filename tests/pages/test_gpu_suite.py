@@ -5,8 +5,8 @@ from pathlib import Path
 from tools import gpu_suite
 
 REPORT = """<testsuites><testsuite>
-<testcase classname="tests.test_a" name="test_one[x]" time="0.25"/>
-<testcase classname="tests.test_a" name="test_two" time="1.0"><failure message="no"/></testcase>
+<testcase classname="tests.ops.casts.test_a" name="test_one[x]" time="0.25"/>
+<testcase classname="tests.ops.casts.test_a.TestClass" name="test_two" time="1.0"><failure message="no"/></testcase>
 <testcase classname="" name="tests.test_b" time="0.0"><skipped message="not installed"/></testcase>
 </testsuite></testsuites>"""
 
