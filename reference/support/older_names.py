@@ -4,13 +4,10 @@ Pickles and checkpoints name classes by their module, and programs import by it.
 name of the same module. Nothing here imports by one, so a module costs nothing that nobody asks for.
 """
 
-import importlib
-import importlib.abc
-import importlib.machinery
 import importlib.util
 import sys
-from types import ModuleType
-from typing import Any
+
+from reference.support.aliases import Aliases
 
 # Of each side: the folder where modules were, the room where they are, and which; `old>new` where the last name has
 # changed, too.
@@ -94,26 +91,11 @@ def current(name: str) -> str | None:
     return f"{_PREFIX}{NAMES[head]}{below}"
 
 
-class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds a module by an older name."""
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        found = current(name)
-        if found is None or importlib.util.find_spec(found) is None:
-            return None
-        return importlib.util.spec_from_loader(name, self)
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        found = current(spec.name)
-        assert found is not None
-        module = importlib.import_module(found)
-        spec.loader_state = module.__spec__
-        return module
-
-    def exec_module(self, module: ModuleType) -> None:
-        """It has run; Python has given it the spec of its other name."""
-        assert module.__spec__ is not None
-        module.__spec__ = module.__spec__.loader_state
+def _module(name: str) -> str | None:
+    """`current`, of a module that is there."""
+    found = current(name)
+    return None if found is None or importlib.util.find_spec(found) is None else found
 
 
-sys.meta_path.append(_Finder())
+# First: a module below an older name would be found in its package's folder, too, and run a second time.
+sys.meta_path.insert(0, Aliases(_module))
