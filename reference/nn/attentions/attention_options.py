@@ -109,9 +109,9 @@ NO_OPTIONS = Options()
 
 
 def defaults_of(forward: Callable[..., Any], names: str) -> dict[str, Any]:
-    """What those arguments of a forward have by default: nothing of them need be checked where all are that."""
+    """What a bias, lengths and `names` have by default, in this order: where all are that, nothing need be checked."""
     parameters = signature(forward).parameters
-    return {name: parameters[name].default for name in names.split()}
+    return {name: parameters[name].default for name in (*BIAS, *LENGTHS, *names.split())}
 
 
 Tensors = tuple[torch.Tensor | None, ...]

@@ -363,9 +363,7 @@ class DotProductAttention(OfCoreAttention, ContextGroup, FP8Attention):
 
 _DEFAULTS = defaults_of(
     DotProductAttention.forward,
-    "core_attention_bias_type core_attention_bias alibi_slopes "
-    "cu_seqlens_q cu_seqlens_kv cu_seqlens_q_padded cu_seqlens_kv_padded "
-    "max_seqlen_q max_seqlen_kv pad_between_seqs "
+    "pad_between_seqs "
     "bottom_right_diagonal fast_zero_fill softcap thd_attention_policies thd_attention_policy_dispatch "
     "fp8_output bf16_backward num_splits qkv_layer kv_layer qkv_interleave_dim "
     "score_mod score_mod_bprop score_mod_tensors score_mod_bprop_tensors",

@@ -390,8 +390,6 @@ class MultiheadAttention(OfAttention, TensorGroup, ContextGroup, DeviceDefault, 
 
 _DEFAULTS = defaults_of(
     MultiheadAttention.forward,
-    "core_attention_bias_type core_attention_bias alibi_slopes "
-    "cu_seqlens_q cu_seqlens_kv cu_seqlens_q_padded cu_seqlens_kv_padded "
-    "max_seqlen_q max_seqlen_kv pad_between_seqs "
+    "pad_between_seqs "
     "bottom_right_diagonal fast_zero_fill softcap thd_attention_policies thd_attention_policy_dispatch",
 )
