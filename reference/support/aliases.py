@@ -4,6 +4,7 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -30,6 +31,14 @@ class Aliases(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """It has run; Python has given it the spec of its other name."""
+        """It has run; Python has given it the spec of its other name.
+
+        What has been imported below it gets its other name here: after an import Python sets the package's attribute to
+        the module, and some packages have a function of that name.
+        """
         assert module.__spec__ is not None
-        module.__spec__ = module.__spec__.loader_state
+        other, module.__spec__ = module.__spec__.name, module.__spec__.loader_state
+        own = module.__spec__.name
+        below = [name for name in sys.modules if name.startswith(f"{own}.")]
+        for name in below:
+            sys.modules.setdefault(other + name.removeprefix(own), sys.modules[name])

@@ -3,6 +3,7 @@
 import importlib
 import pickle
 import pkgutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -22,10 +23,15 @@ def below(name: str) -> list[str]:
 def test_every_older_name_is_the_module_and_so_is_what_is_below_it(side: str) -> None:
     names = {old: new for old, new in older_names.NAMES.items() if old.partition(".")[0] == side}
     assert names
+    for name in [one for one in sys.modules if older_names.current(one) is not None]:
+        del sys.modules[name]  # what a test before has imported
     for old, new in names.items():
         for end in ("", *(f".{one}" for one in below(new))):
             module = importlib.import_module(f"{new}{end}")
+            attributes = dict(vars(importlib.import_module(new)))
             assert importlib.import_module(f"{old}{end}") is module, old
+            found = vars(importlib.import_module(new))
+            assert all(found[one] is x for one, x in attributes.items() if one != "__spec__"), old
             assert module.__name__ == module.__spec__.name == f"{new}{end}"
 
 
