@@ -12,6 +12,7 @@ from unittest import mock
 
 import hypothesis
 import pytest
+import shared.cores  # noqa: F401  (before torch)
 import torch
 from shared.bits import assert_same_bits, changed_sources, torch_threads
 from shared.driver_stub import cuda  # noqa: F401  (a fixture)

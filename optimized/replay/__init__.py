@@ -8,7 +8,7 @@ the layer's Python, which dominates small layers.
     watch.py     what a function does on the GPU besides launching
     memory.py    where its tensors lie
     launches.py  a tape: its launches, which are made again one by one or as a CUDA graph
-    collective.py  a collective of torch.distributed on it
+    collectives.py  a collective of torch.distributed on it
     relative.py  a tape at other addresses
     calls.py     which calls agree: the one cache of tapes
     player.py    runs the pairs of `reference.nn.core.autograd`
@@ -17,7 +17,7 @@ docs/replay.md explains it as a whole.
 """
 
 from optimized.replay.calls import relaunch
-from optimized.replay.collective import collective
+from optimized.replay.collectives import collective
 from optimized.replay.launches import Launches
 from optimized.replay.player import Player
 

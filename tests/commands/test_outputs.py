@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from shared.processes import CONTEXT
+from shared import processes
 from shared.recorded_steps import RECIPES, made, recorded
 from shared.training_text import TEXT
 
@@ -207,9 +207,8 @@ def hold(folder: Path, fork: bool, held: Any) -> None:
 @pytest.mark.parametrize("fork", [False, True], ids=["alone", "with a child that lives on"])
 def test_a_lock_ends_with_its_process(fork: bool, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    held = CONTEXT.Event()
-    holder = CONTEXT.Process(target=hold, args=(folder, fork, held))
-    holder.start()
+    held = processes.event()
+    holder = processes.started(hold, folder, fork, held)
     try:
         held.wait()
         with pytest.raises(files.Locked, match=rf"^{folder} is in use by process {holder.pid} on .+\.$"):

@@ -232,8 +232,7 @@ def test_a_layer_in_shared_memory_is_seen_by_another_process() -> None:
         layer = te.Linear(32, 48, params_dtype=torch.bfloat16)
     layer.share_memory()
     assert all(t.is_shared() for t in (layer.weight, layer.bias, layer.fp8_meta["scaling_fwd"].scale))
-    process = processes.CONTEXT.Process(target=halve, args=(layer.weight.codes,))
-    process.start()
+    process = processes.started(halve, layer.weight.codes)
     process.join()
     assert process.exitcode == 0
     assert not layer.weight.codes.view(torch.uint8).any()

@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from optimized.cuda import ahead, launch, tensor_map
 from optimized.cuda import device as device_checks
 from optimized.replay import calls, memory, player, relative, watch
-from optimized.replay.collective import Collective
+from optimized.replay.collectives import Collective
 from optimized.replay.launches import Copy, Launches
 from reference.nn.core import compiled
 from reference.ops import library

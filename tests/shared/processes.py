@@ -17,13 +17,29 @@ from typing import Any
 
 import torch.multiprocessing
 
-CONTEXT: Any = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["optimized", "conftest"])
+_CONTEXT: Any = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["shared.cores", "optimized", "conftest"])
+
+
+def event() -> Any:
+    """What one process sets and another waits for."""
+    return _CONTEXT.Event()
+
+
+def _on_one_thread(work: Callable[..., None], *arguments: Any) -> None:
+    torch.set_num_threads(1)
+    work(*arguments)
+
+
+def started(work: Callable[..., None], *arguments: Any) -> Any:
+    """A process that has begun `work(*arguments)`: a `multiprocessing.Process`."""
+    process = _CONTEXT.Process(target=_on_one_thread, args=(work, *arguments))
+    process.start()
+    return process
 
 
 def _rank(rank: int, work: Callable[..., None], *arguments: Any) -> None:
-    torch.set_num_threads(1)
-    work(rank, *arguments)
+    _on_one_thread(work, rank, *arguments)
 
 
 def ranks(work: Callable[..., None], arguments: tuple[Any, ...], count: int) -> None:
@@ -32,7 +48,6 @@ def ranks(work: Callable[..., None], arguments: tuple[Any, ...], count: int) -> 
 
 
 def _execute(program: str, out: str, err: str) -> None:
-    torch.set_num_threads(1)
     for number, path in enumerate((os.devnull, out, err)):
         os.dup2(os.open(path, os.O_RDWR), number)
     sys.argv[:] = ["-c"]
@@ -53,7 +68,6 @@ def run(program: str) -> "subprocess.CompletedProcess[str]":
         out, err = Path(folder, "out"), Path(folder, "err")
         out.touch()
         err.touch()
-        process = CONTEXT.Process(target=_execute, args=(program, str(out), str(err)))
-        process.start()
+        process = started(_execute, program, str(out), str(err))
         process.join()
         return subprocess.CompletedProcess(program, process.exitcode, out.read_text(), err.read_text())

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from shared.processes import CONTEXT
+from shared import processes
 
 from reference.support import files
 
@@ -91,8 +91,7 @@ def test_a_full_disk_is_a_sentence_and_the_file_stays(tmp_path: Path) -> None:
     """A limit on the size of files, which the system keeps where a full disk would say the same."""
     path = tmp_path / "page.html"
     path.write_text("one")
-    process = CONTEXT.Process(target=write_with_a_limit, args=(path,))
-    process.start()
+    process = processes.started(write_with_a_limit, path)
     process.join()
     assert (tmp_path / "said").read_text() == f"{path} was not written: File too large."
     (tmp_path / "said").unlink()
@@ -108,9 +107,8 @@ def write_for_ever(path: Path, started: Any) -> None:
 
 def writer(path: Path) -> Any:
     """A process that has begun to write."""
-    started = CONTEXT.Event()
-    process = CONTEXT.Process(target=write_for_ever, args=(path, started))
-    process.start()
+    started = processes.event()
+    process = processes.started(write_for_ever, path, started)
     started.wait()
     return process
 

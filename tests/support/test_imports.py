@@ -53,3 +53,48 @@ def test_a_circle_would_be_found(tmp_path: Path) -> None:
     assert set(circle(tmp_path, "package")) == {"package.a", "package.b", "package.c"}
     (package / "c.py").write_text("C = None\n")
     assert not circle(tmp_path, "package")
+
+
+def bound(path: Path, package: str) -> set[str]:
+    """The names that a package's `__init__.py` binds, other than to its own modules."""
+    found = set()
+    for node in ast.parse(path.read_text("utf-8")).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.ImportFrom) and node.module != package:
+            found |= {one.asname or one.name for one in node.names}
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found |= {name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)}
+    return found
+
+
+def hidden_modules(root: Path, *packages: str) -> set[str]:
+    """Modules whose package has something else by their name.
+
+    Python sets that name to the module each time that it is imported anew: which of the two it is then depends on who
+    imports what, and by which of its names.
+    """
+    files = modules(root, packages)
+    return {
+        f"{name}.{other}"
+        for name, path in files.items()
+        if path.name == "__init__.py"
+        for other in bound(path, name)
+        if f"{name}.{other}" in files
+    }
+
+
+def test_no_package_has_something_else_by_the_name_of_its_module() -> None:
+    assert not hidden_modules(ROOT, "reference", "optimized")
+
+
+def test_a_hidden_module_would_be_found(tmp_path: Path) -> None:
+    package = tmp_path / "package"
+    package.mkdir()
+    for name in "abcd":
+        (package / f"{name}.py").write_text("")
+    package.joinpath("__init__.py").write_text(
+        "from package import a\nfrom package.b import b\ndef c(): ...\nd, e = 1, 2\n"
+    )
+    assert hidden_modules(tmp_path, "package") == {"package.b", "package.c", "package.d"}

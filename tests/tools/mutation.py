@@ -105,8 +105,9 @@ class Coverage:
         self.folder = folder
         self.seconds: dict[str, float] = {}
         for case in ElementTree.parse(folder / "report.xml").getroot().iter("testcase"):
-            where, file, *classes = case.attrib["classname"].split(".")
-            name = "::".join([f"{where}/{file}.py", *classes, case.attrib["name"]])
+            parts = case.attrib["classname"].split(".")
+            count = next(place for place, part in enumerate(parts, 1) if part.startswith("test_"))
+            name = "::".join(["/".join(parts[:count]) + ".py", *parts[count:], case.attrib["name"]])
             self.seconds[name] = float(case.attrib["time"])
         self.data = coverage.CoverageData(str(folder / ".coverage"))
         self.data.read()
@@ -128,8 +129,8 @@ class Coverage:
         first, last = around[-1] if around else (line, line)
         found = {one for row in range(first, last + 1) for one in self._contexts[path].get(row, ())}
         names = {one.rpartition("|")[0] for one in found if one} & self.seconds.keys()
-        near = f"tests/test_{Path(module).stem}"
-        return sorted(names, key=lambda name: (not name.startswith(near), self.seconds[name], name))
+        near = f"/test_{Path(module).stem}"
+        return sorted(names, key=lambda name: (near not in name, self.seconds[name], name))
 
 
 def _span(node: ast.stmt | ast.ExceptHandler) -> tuple[int, int]:
@@ -147,7 +148,7 @@ class Only:
 
     def __init__(self, names: list[str], module: str) -> None:
         self.places = {name: place for place, name in enumerate(names)}
-        self.near = f"tests/test_{Path(module).stem}"
+        self.near = f"/test_{Path(module).stem}"
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
@@ -155,7 +156,7 @@ class Only:
             items[:] = [item for item in items if item.nodeid in self.places]
             items.sort(key=lambda item: self.places[item.nodeid])
         else:
-            items.sort(key=lambda item: not item.nodeid.startswith(self.near))
+            items.sort(key=lambda item: self.near not in item.nodeid)
 
 
 def _pytest(folder: str, cache: str, names: list[str], module: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from shared.processes import CONTEXT
+from shared.processes import started
 from shared.training_text import TEXT
 
 from optimized.commands import main
@@ -185,9 +185,7 @@ def _train(asked: list[str]) -> None:
 def _start(text: str, folder: Path, steps: int, device: str) -> Any:
     asked = ["train", text, *MODEL, "--device", device]
     asked += ["--steps", str(steps), "--save", "1", "--log", "1", "--resume"]
-    process = CONTEXT.Process(target=_train, args=([*asked, "--output", str(folder)],))
-    process.start()
-    return process
+    return started(_train, [*asked, "--output", str(folder)])
 
 
 def _grown(path: Path, size: int, process: Any) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from reference.numbers.denormals import check_denormals
 from reference.numbers.tensor_core import fast, model
-from reference.numbers.tensor_core.operands import operands
+from reference.numbers.tensor_core.operands import as_operands
 
 __all__ = ["SPLIT_K", "gemm", "step"]
 
@@ -29,7 +29,7 @@ def step(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None = None) -> tor
         RuntimeError: subnormal numbers are flushed to zero.
     """
     check_denormals()
-    left = operands(a, b)
+    left = as_operands(a, b)
     shape = (a.shape[0], b.shape[0])
     if a.shape[1] > left.instruction.k:
         raise ValueError(f"a has K = {a.shape[1]}; one step of {a.dtype} takes at most {left.instruction.k}: use gemm.")
@@ -65,7 +65,7 @@ def gemm(a: torch.Tensor, b: torch.Tensor, accumulate: str = "fast", c: torch.Te
     check_denormals()
     if accumulate not in ("fast", "split"):
         raise ValueError(f"accumulate is {accumulate!r}; 'fast' or 'split' is accepted.")
-    left = operands(a, b, batched=True)
+    left = as_operands(a, b, batched=True)
     split = accumulate == "split"
     if split and left.instruction is not model.FP8_STEP:
         raise ValueError(

@@ -21,7 +21,7 @@ def check_depth(a: torch.Tensor, b: torch.Tensor) -> None:
         raise ValueError(f"a has K = {a.shape[-1]} and b has K = {b.shape[-1]}; a [M, K] and b [N, K] share K.")
 
 
-def operands(a: torch.Tensor, b: torch.Tensor, batched: bool = False) -> model.Operands:
+def as_operands(a: torch.Tensor, b: torch.Tensor, batched: bool = False) -> model.Operands:
     """Check a `[M, K]` and b `[N, K]`, or where `batched` H of each, and view them as contiguous codes."""
     for name, tensor in (("a", a), ("b", b)):
         if tensor.dtype not in FORMATS:
