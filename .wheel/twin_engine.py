@@ -12,7 +12,7 @@ from twin_engine.optimized import *  # noqa: F403  (.wheel/hook.py writes the na
 from twin_engine.optimized import __all__ as __all__
 from twin_engine.optimized import __version__ as __version__
 from twin_engine.optimized import ops, optimizers, recipe
-from twin_engine.reference import not_offered
+from twin_engine.reference.support import not_offered
 
 # For `from twin_engine.recipe import DelayedScaling`: the modules themselves, under this name too.
 sys.modules.update(

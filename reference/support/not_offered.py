@@ -131,6 +131,7 @@ def explain(package: str) -> None:
         text = sentence(package, name) or f"module {package!r} has no attribute {name!r}"
         raise AttributeError(text, name=name, obj=sys.modules.get(package))
 
+    older_names.keep_attributes(package)
     vars(sys.modules[package])["__getattr__"] = missing
     vars(sys.modules[package]).setdefault("__path__", [])
 

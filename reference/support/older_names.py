@@ -4,6 +4,7 @@ Pickles and checkpoints name classes by their module, and programs import by it.
 name of the same module. Nothing here imports by one, so a module costs nothing that nobody asks for.
 """
 
+import importlib
 import importlib.util
 import sys
 
@@ -89,6 +90,17 @@ def current(name: str) -> str | None:
             return None
         below = f".{last}{below}"
     return f"{_PREFIX}{NAMES[head]}{below}"
+
+
+def keep_attributes(package: str) -> None:
+    """Know at once the modules whose older name is another thing in `package`, as `reference.autocast` is a class.
+
+    Python sets a package's attribute to a module that it imports by a name that it did not know.
+    """
+    for name, is_now in NAMES.items():
+        parent, _, child = name.rpartition(".")
+        if f"{_PREFIX}{parent}" == package and child in vars(sys.modules[package]):
+            sys.modules[f"{package}.{child}"] = importlib.import_module(f"{_PREFIX}{is_now}")
 
 
 def _module(name: str) -> str | None:

@@ -3,7 +3,6 @@
 import importlib
 import pickle
 import pkgutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -23,15 +22,14 @@ def below(name: str) -> list[str]:
 def test_every_older_name_is_the_module_and_so_is_what_is_below_it(side: str) -> None:
     names = {old: new for old, new in older_names.NAMES.items() if old.partition(".")[0] == side}
     assert names
-    for name in [one for one in sys.modules if older_names.current(one) is not None]:
-        del sys.modules[name]  # what a test before has imported
     for old, new in names.items():
         for end in ("", *(f".{one}" for one in below(new))):
             module = importlib.import_module(f"{new}{end}")
-            attributes = dict(vars(importlib.import_module(new)))
+            packages = [importlib.import_module(name) for name in (new, old.rpartition(".")[0])]
+            attributes = [dict(vars(package)) for package in packages]
             assert importlib.import_module(f"{old}{end}") is module, old
-            found = vars(importlib.import_module(new))
-            assert all(found[one] is x for one, x in attributes.items() if one != "__spec__"), old
+            for package, before in zip(packages, attributes, strict=True):
+                assert all(vars(package)[one] is x for one, x in before.items() if one != "__spec__"), old
             assert module.__name__ == module.__spec__.name == f"{new}{end}"
 
 
