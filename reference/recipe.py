@@ -4,11 +4,22 @@ Names, defaults and meaning are Transformer Engine's (`transformer_engine.common
 """
 
 from reference.recipes.base import Format, Recipe
+from reference.recipes.block_scaling import Float8BlockScaling, MMParams, QParams
 from reference.recipes.by_layer import AUTOCAST, by_layer
 from reference.recipes.current_scaling import Float8CurrentScaling
 from reference.recipes.delayed_scaling import DelayedScaling
 from reference.support import not_offered
 
-__all__ = ["AUTOCAST", "DelayedScaling", "Float8CurrentScaling", "Format", "Recipe", "by_layer"]
+__all__ = [
+    "AUTOCAST",
+    "DelayedScaling",
+    "Float8BlockScaling",
+    "Float8CurrentScaling",
+    "Format",
+    "MMParams",
+    "QParams",
+    "Recipe",
+    "by_layer",
+]
 
 not_offered.explain(__name__)

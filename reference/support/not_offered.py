@@ -51,7 +51,7 @@ NAMES: dict[str, dict[str, str]] = {
         "te.optimizers has Adam, SGD and Adafactor": "newton_schulz newton_schulz_tp CusolverMpCtx",
         INTERNAL: "constants cpp_extensions dynamo numerics_debug torch_version triton utils",
     },
-    "recipe": {RECIPES: "CustomRecipe Float8BlockScaling MXFP8BlockScaling NVFP4BlockScaling MMParams QParams"},
+    "recipe": {RECIPES: "CustomRecipe MXFP8BlockScaling NVFP4BlockScaling"},
     "optimizers": {
         "te.optimizers has FusedAdam, FusedSGD and clip_grad_norm_": "MultiTensorApply multi_tensor_adam "
         "multi_tensor_adam_capturable multi_tensor_adam_capturable_master multi_tensor_adam_fp8 multi_tensor_applier "
