@@ -48,7 +48,6 @@ from reference import (  # noqa: F401
     get_device_compute_capability,
     init_fp8_state,
     is_bf16_available,
-    is_fp8_block_scaling_available,
     is_mxfp8_available,
     is_nvfp4_available,
     load_fp8_state,
@@ -85,6 +84,12 @@ def is_fp8_available(return_reason: bool = False) -> bool | tuple[bool, str]:
     """Whether the kernels run on this machine's GPUs; with `return_reason` also a sentence for each thing missing."""
     problems = _device.problems()
     return quantization.answer("is_fp8_available", (not problems, " ".join(problems)), return_reason)
+
+
+def is_fp8_block_scaling_available(return_reason: bool = False) -> bool | tuple[bool, str]:
+    """As `is_fp8_available`."""
+    problems = _device.problems()
+    return quantization.answer("is_fp8_block_scaling_available", (not problems, " ".join(problems)), return_reason)
 
 
 def install_as_transformer_engine() -> None:

@@ -13,7 +13,7 @@ from shared.argument_values import BF16, numbers
 
 import reference as te
 from reference.memory.recompute import activation_recompute_forward
-from reference.recipe import DelayedScaling, Float8CurrentScaling, Format, Recipe
+from reference.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format, Recipe
 from reference.state.autocast import autocast
 from reference.state.model_init import quantized_model_init
 
@@ -132,6 +132,9 @@ GIVEN = {"scale": torch.ones(1), "amax": torch.zeros(1), "fp8_dtype": te.DType.k
 CURRENT = Float8CurrentScaling()
 CALLS: dict[str, tuple[Any, Run, list[dict[str, Any]]]] = {
     "DelayedScaling": (DelayedScaling, of_recipe(DelayedScaling), [{"amax_history_len": 4}, {"amax_history_len": 1}]),
+    "Float8BlockScaling": (
+        Float8BlockScaling, of_recipe(Float8BlockScaling), [{}, {"w_block_scaling_dim": 1}],
+    ),
     "Float8CurrentScaling": (Float8CurrentScaling, of_recipe(Float8CurrentScaling), [{}]),
     "autocast": (
         autocast, of_autocast,

@@ -25,7 +25,7 @@ __device__ __forceinline__ BlockScale block_scale(float amax, float epsilon, int
         if (dialect == 0) scale = power_below(scale);
         return {scale, __fdiv_rn(1.0f, scale)};
     } else {
-        float scale_inv = __fdiv_rn(amax, kMost);
+        float scale_inv = fmaxf(__fdiv_rn(amax, kMost), 0x1p-126f);
         if (dialect == 3) {
             const float below = power_below(scale_inv);
             scale_inv = below == scale_inv ? below : 2.0f * below;

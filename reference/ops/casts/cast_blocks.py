@@ -18,7 +18,8 @@ a code of q_t is another than that of q.
     deep_gemm          1 / (amax / 448)            scale_inv = amax / 448       DeepGEMM, fp32 scales; epsilon 1e-4
     deep_gemm_ue8m0    1 / (amax / 448, up to the next power of two)            DeepGEMM, UE8M0 scales; epsilon 1e-4
 
-In the last two, too, an amax of 0 or an infinite one gives 1: DeepGEMM has an epsilon, and says nothing of infinities.
+In the last two, too, an amax of 0 or an infinite one gives 1, and amax / 448 is at least 2^-126: DeepGEMM, which has an
+epsilon, says nothing of these.
 
 `scale_inv` lies as cuBLASLt's and Transformer Engine's GEMMs read it, fp32, filled up with zeros:
 
@@ -98,7 +99,7 @@ def scales_of(
         scale = torch.where(torch.isinf(scale), torch.finfo(wide).max, scale)
         scale = torch.where(plain, one, cleared(scale) if dialect == "power_of_two" else scale)
         return scale, one / scale
-    scale_inv = amax / most
+    scale_inv = torch.maximum(amax / most, torch.tensor(torch.finfo(torch.float32).tiny))
     if dialect == "deep_gemm_ue8m0":
         below = cleared(scale_inv)
         scale_inv = torch.where(below == scale_inv, below, 2 * below)
