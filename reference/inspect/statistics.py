@@ -29,7 +29,7 @@ from reference.nn.core.hook import Hook, ObservedContext, observed
 from reference.nn.core.observed import Observed
 from reference.ops.library import twin
 from reference.recipe import Recipe
-from reference.recipes.quantized import PER_TENSOR, Quantized
+from reference.recipes.quantized import PER_TENSOR, PLAIN, Quantized
 from reference.recipes.quantizer import Quantizer
 from reference.support.nested import Form, Tensors
 
@@ -123,6 +123,11 @@ class _Observer(Hook):
 
     def _note(self, key: _Key, quantizer: Quantizer, x: torch.Tensor, quantized: Quantized) -> None:
         row = quantized.row
+        if row.layout not in (PER_TENSOR, PLAIN):
+            raise NotImplementedError(
+                f"collect_stats: {key.layer} runs in {type(key.recipe).__name__}, whose scales are of blocks; recipes "
+                f"with one scale for a tensor are accepted."
+            )
         fp8 = row.layout == PER_TENSOR
         counts, sums = twin.cast_stats(x, *((row.codes, row.scales) if fp8 else (None, None)))
         scale = quantizer.scale(x) if fp8 else None
@@ -270,10 +275,10 @@ def collect_stats(model: torch.nn.Module, every: int = 100, recipes: Iterable[Re
         raise ValueError(f"collect_stats: every={every!r}; an int of at least 1 is accepted.")
     recipes = list(recipes)
     for recipe in recipes:
-        if not isinstance(recipe, Recipe) or recipe.history_rows is not None:
+        if not isinstance(recipe, Recipe) or recipe.history_rows is not None or not recipe.float8_per_tensor_scaling():
             raise ValueError(
-                f"collect_stats: recipes has {recipe!r}; recipes without state between steps are accepted, such as "
-                f"Float8CurrentScaling()."
+                f"collect_stats: recipes has {recipe!r}; recipes with one scale for a tensor and without state between "
+                f"steps are accepted, such as Float8CurrentScaling()."
             )
     if not any(getattr(module, "fp8_sizes", None) for module in model.modules()):
         raise ValueError(f"collect_stats: model is a {type(model).__name__} without a layer that casts to FP8.")

@@ -124,7 +124,8 @@ class InBlocks(Quantizer):
     def quantize(self, x: torch.Tensor, transpose: bool) -> Quantized:
         how, layout = (self.dtype, self.square, self.dialect, 0.0), SQUARES if self.square else ROWS
         if not transpose:
-            return Quantized(Operand(*twin.cast_blocks(x, *how), layout), None)
+            q, scale_inv = twin.cast_blocks(x, *how)
+            return Quantized(Operand(q, scale_inv, layout), None)
         q, q_t, scale_inv, scale_inv_t = twin.cast_blocks_transpose(x, *how)
         return Quantized(Operand(q, scale_inv, layout), Operand(q_t, scale_inv_t, layout))
 

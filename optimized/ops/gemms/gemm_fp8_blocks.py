@@ -120,7 +120,7 @@ def gemm_fp8_blocks(
     """a `[M, K]` and b `[N, K]` float8 with the scales of their blocks, bias `[N]` or None -> `[M, N]` of out_dtype."""
     out = outputs(a, b, a_scale_inv, b_scale_inv, a_square, b_square, bias, out_dtype)
     check_devices("gemm_fp8_blocks", a, b=b, a_scale_inv=a_scale_inv, b_scale_inv=b_scale_inv, bias=bias)
-    tile = _tile(*a.shape[:1], b.shape[0], a.shape[1], a.device.index)
+    tile = _tile(a.shape[0], b.shape[0], a.shape[1], a.device.index)
     rest = (a, b, a_scale_inv, b_scale_inv, a_square, b_square, bias, out_dtype)
     return gemm_fp8_blocks_tiled(*rest, tile, out)
 

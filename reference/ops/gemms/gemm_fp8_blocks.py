@@ -55,7 +55,7 @@ def check_operands(
     if a_square and b_square:
         raise ValueError("a_square and b_square are both True; square blocks on one side at most are accepted.")
     for name, matrix, scales, square in (("a", a, a_scale_inv, a_square), ("b", b, b_scale_inv, b_square)):
-        shape = scale_shape(*matrix.shape, square)
+        shape = scale_shape(matrix.shape[0], matrix.shape[1], square)
         if scales.dtype != torch.float32 or tuple(scales.shape) != shape or not scales.is_contiguous():
             raise ValueError(
                 f"{name}_scale_inv is {scales.dtype} {tuple(scales.shape)}, strides {scales.stride()}; contiguous "
