@@ -15,7 +15,7 @@ read.
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,11 +29,21 @@ from reference.nn.core.hook import Hook, ObservedContext, observed
 from reference.nn.core.observed import Observed
 from reference.ops.library import twin
 from reference.recipe import Recipe
-from reference.recipes.quantized import PER_TENSOR, PLAIN, Quantized
+from reference.recipes.block_scaling import ROWS, SQUARES
+from reference.recipes.quantized import PER_TENSOR, PLAIN, Operand, Quantized
 from reference.recipes.quantizer import Quantizer
 from reference.support.nested import Form, Tensors
 
 __all__ = ["Sample", "Statistics", "collect_stats"]
+
+
+STATISTICS: dict[str, Callable[[torch.Tensor, Operand], tuple[torch.Tensor, torch.Tensor]]] = {
+    PLAIN: lambda x, row: twin.cast_stats(x, None, None),
+    PER_TENSOR: lambda x, row: twin.cast_stats(x, row.codes, row.scales),
+    ROWS: lambda x, row: twin.cast_stats_blocks(x, row.codes, row.scales, False),
+    SQUARES: lambda x, row: twin.cast_stats_blocks(x, row.codes, row.scales, True),
+}
+"""What a cast lost, by the layout of its codes: (x, the codes) → counts and sums of `twin::cast_stats`."""
 
 
 class _Key(NamedTuple):
@@ -123,14 +133,13 @@ class _Observer(Hook):
 
     def _note(self, key: _Key, quantizer: Quantizer, x: torch.Tensor, quantized: Quantized) -> None:
         row = quantized.row
-        if row.layout not in (PER_TENSOR, PLAIN):
+        if row.layout not in STATISTICS:
             raise NotImplementedError(
-                f"collect_stats: {key.layer} runs in {type(key.recipe).__name__}, whose scales are of blocks; recipes "
-                f"with one scale for a tensor are accepted."
+                f"collect_stats: {key.layer} runs in {type(key.recipe).__name__}, which is not measured; "
+                f"DelayedScaling, Float8CurrentScaling, Float8BlockScaling and 16 bits are."
             )
-        fp8 = row.layout == PER_TENSOR
-        counts, sums = twin.cast_stats(x, *((row.codes, row.scales) if fp8 else (None, None)))
-        scale = quantizer.scale(x) if fp8 else None
+        counts, sums = STATISTICS[row.layout](x, row)
+        scale = quantizer.scale(x) if row.layout == PER_TENSOR else None
         self.found.append(_Measured(key, row.codes.dtype, self.step, x.numel(), scale, counts, sums))
 
 
@@ -275,10 +284,10 @@ def collect_stats(model: torch.nn.Module, every: int = 100, recipes: Iterable[Re
         raise ValueError(f"collect_stats: every={every!r}; an int of at least 1 is accepted.")
     recipes = list(recipes)
     for recipe in recipes:
-        if not isinstance(recipe, Recipe) or recipe.history_rows is not None or not recipe.float8_per_tensor_scaling():
+        if not isinstance(recipe, Recipe) or recipe.history_rows is not None:
             raise ValueError(
-                f"collect_stats: recipes has {recipe!r}; recipes with one scale for a tensor and without state between "
-                f"steps are accepted, such as Float8CurrentScaling()."
+                f"collect_stats: recipes has {recipe!r}; recipes without state between steps are accepted, such as "
+                f"Float8CurrentScaling()."
             )
     if not any(getattr(module, "fp8_sizes", None) for module in model.modules()):
         raise ValueError(f"collect_stats: model is a {type(model).__name__} without a layer that casts to FP8.")

@@ -16,7 +16,7 @@ from reference.support import older_names
 Kind = TypeVar("Kind", bound=type)
 
 OPS = "each operation of te.ops is a plain module, and there is no operation fuser"
-RECIPES = "te.recipe.DelayedScaling and te.recipe.Float8CurrentScaling are the recipes"
+RECIPES = "te.recipe has DelayedScaling, Float8CurrentScaling and Float8BlockScaling"
 QUANTIZED = "te.Float8Tensor, with one scale for all of it, is the quantized tensor there is"
 _STORAGE = "there are no storages apart from tensors; inside of layers an FP8 matrix is a tuple of codes and scales"
 EXPERTS = "there are no layers for a mixture of experts"

@@ -1,5 +1,6 @@
 """`Float8BlockScaling`, written out by hand, on both devices."""
 
+import math
 from typing import Any
 
 import pytest
@@ -117,6 +118,20 @@ def test_a_gradient_is_added_to_main_grad() -> None:
         with te.autocast(recipe=Float8BlockScaling()):
             layer(numbers(1, 24, 32)).backward(numbers(2, 24, 48))
     assert_same_bits(layers[1].weight.main_grad.to(BF16), layers[0].weight.grad)
+
+
+def test_statistics_measure_each_blocks_cast() -> None:
+    layer = te.Linear(144, 48, params_dtype=BF16)
+    x = numbers(3, 20, 144)
+    beside = [Float8BlockScaling(use_f32_scales=True)]
+    with te.collect_stats(layer, recipes=beside) as stats, te.autocast(recipe=Float8BlockScaling()):
+        layer(x).backward(numbers(4, 20, 48))
+    for recipe, dialect in ((Float8BlockScaling(), "power_of_two"), (Float8BlockScaling(use_f32_scales=True), "fp32")):
+        (found,) = [one for one in stats.samples() if one.role == "input" and one.recipe == recipe]
+        q, scale_inv = twin.cast_blocks(x, E4M3, False, dialect, 0.0)
+        values = q.float() * scale_inv.t()[:20].repeat_interleave(128, 1)[:, :144]
+        noise = (x.double() - values.double()).square().sum()
+        assert found.sqnr == pytest.approx(10 * math.log10(x.double().square().sum() / noise))
 
 
 @pytest.mark.gpu

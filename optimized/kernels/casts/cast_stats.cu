@@ -62,11 +62,12 @@ __device__ __forceinline__ void add_threads(Found& mine, long long* counts, doub
     }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads)
-    cast_stats(const wide_t* __restrict__ x, const unsigned char* __restrict__ q, const float* __restrict__ scale_inv,
-               long long* piece_counts, double* piece_sums, long long count) {
+// A piece; factor_of(i): scale_inv of element i.
+template <class FactorOf>
+__device__ __forceinline__ void measure(const wide_t* __restrict__ x, const unsigned char* __restrict__ q,
+                                        const FactorOf& factor_of, long long* piece_counts, double* piece_sums,
+                                        long long count) {
     const long long first = static_cast<long long>(blockIdx.x) * kPiece + threadIdx.x;
-    const double factor = kCast ? static_cast<double>(*scale_inv) : 0.0;
     wide_t element[kLinks];
     unsigned char code[kLinks];
 #pragma unroll
@@ -88,6 +89,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         const double wide = v;
         mine.sums[0] += finite ? wide * wide : 0.0;
         if constexpr (kCast) {
+            const double factor = factor_of(min(first + k * kThreads, count - 1));
             const double error = wide - static_cast<double>(value_of(code[k])) * factor;
             mine.sums[1] += finite ? error * error : 0.0;
             mine.counts[0] += finite && fabs(wide) > kLimit * factor;
@@ -97,6 +99,25 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     mine.sums[2] = most;
     add_threads(mine, piece_counts + kCounts * static_cast<long long>(blockIdx.x),
                 piece_sums + kSums * static_cast<long long>(blockIdx.x));
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+    cast_stats(const wide_t* __restrict__ x, const unsigned char* __restrict__ q, const float* __restrict__ scale_inv,
+               long long* piece_counts, double* piece_sums, long long count) {
+    const double factor = kCast ? static_cast<double>(*scale_inv) : 0.0;
+    measure(x, q, [&](long long) { return factor; }, piece_counts, piece_sums, count);
+}
+
+// scale_inv as cast_blocks.cu writes it, `stride` floats from row to row.
+extern "C" __global__ void __launch_bounds__(kThreads)
+    cast_stats_blocks(const wide_t* __restrict__ x, const unsigned char* __restrict__ q,
+                      const float* __restrict__ scale_inv, long long* piece_counts, double* piece_sums, long long count,
+                      int cols, int stride, int square) {
+    const auto factor_of = [&](long long i) {
+        const long long row = i / cols, column = i % cols / 128;
+        return static_cast<double>(scale_inv[square ? row / 128 * stride + column : column * stride + row]);
+    };
+    measure(x, q, factor_of, piece_counts, piece_sums, count);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads)
