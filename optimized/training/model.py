@@ -138,7 +138,7 @@ def sample(
     so it does with current scaling, where a byte's numbers depend on the others of its forward.
     """
     text, limit = prompt, model.settings.sequence
-    cache = model.cache() if recipe is None or recipe.history_rows is not None else None
+    cache = model.cache() if recipe is None or not recipe.sees_other_tokens else None
     draws = philox.uniform((length,), seed=model.settings.seed)
     for u in draws.tolist():
         new = text[-limit:]

@@ -118,6 +118,11 @@ class Recipe:
         # Functions, not bound methods: torch 2.11 traces no method of an Enum that a compiled region sets.
         return Format.dtype(self.fp8_format, forward), Format.fp8_max(self.fp8_format, forward)
 
+    @property
+    def sees_other_tokens(self) -> bool:
+        """Whether what a forward makes of a token depends on the other tokens in it."""
+        return False
+
     def scaled_max(self, forward: bool) -> float:
         """2^-margin · fp8_max: what a scale of that direction times its amax is, in a recipe with `history_rows`."""
         return self.codes(forward)[1]

@@ -100,6 +100,10 @@ class Float8BlockScaling(Recipe):
         return True
 
     @property
+    def sees_other_tokens(self) -> bool:
+        return self.x_block_scaling_dim == 2
+
+    @property
     def fp8_quant_fwd_inp(self) -> QParams:
         """How inputs are scaled; weights and gradients, too."""
         return QParams(power_2_scale=not self.use_f32_scales)

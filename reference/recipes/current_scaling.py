@@ -52,6 +52,10 @@ class Float8CurrentScaling(Recipe):
             )
         check_recipe(self)
 
+    @property
+    def sees_other_tokens(self) -> bool:
+        return True
+
     @classmethod
     def float8_current_scaling(cls) -> bool:
         return True

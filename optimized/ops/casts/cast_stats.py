@@ -1,5 +1,5 @@
-"""`twin::cast_stats` and `twin::cast_stats_blocks` on the GPU: kernels/casts/cast_stats.cu. Semantics:
-`reference.ops.casts.cast_stats`.
+"""`twin::cast_stats` and `twin::cast_stats_blocks` on the GPU: kernels/casts/cast_stats.cu and
+cast_stats_blocks.cu. Semantics: `reference.ops.casts.cast_stats`.
 """
 
 import itertools
@@ -18,11 +18,11 @@ _kernels = {
     for wide, fp8 in itertools.product(WIDE, _FP8)
 }
 _of_blocks = {
-    (wide, fp8): launch.function("cast_stats", "cast_stats_blocks", {"WIDE": WIDE[wide], "FP8": _FP8[fp8]})
+    (wide, fp8): launch.function("cast_stats_blocks", "cast_stats_blocks", {"WIDE": WIDE[wide], "FP8": _FP8[fp8]})
     for wide, fp8 in _kernels
     if fp8 is not None
 }
-CONFIGURATIONS = [one.configuration for one in _kernels.values()]
+CONFIGURATIONS = [one.configuration for one in (*_kernels.values(), *_of_blocks.values())]
 _total = launch.function("cast_stats", "total", {"WIDE": 0, "FP8": 0})
 
 

@@ -7,7 +7,7 @@ from itertools import product
 import torch
 
 from optimized.recordings.calls import BF16, E4M3, E5M2, FP32, Call, Calls, Inputs
-from optimized.recordings.case import FP8, WIDE, Case, Outputs, numbers, short
+from optimized.recordings.case import FP8, WIDE, Case, Outputs, named, numbers, short
 from reference.ops.casts.cast_blocks import DIALECTS
 
 twin = torch.ops.twin
@@ -22,7 +22,12 @@ def _cast_blocks(
     x = numbers(shape, wide, 31)
     x[shape[0] // 2] = 0
     found = twin.cast_blocks_transpose(x.to(device), dtype, square, dialect, 0.0)
-    return dict(zip(("codes", "codes_t", "scale_inv", "scale_inv_t"), found, strict=True))
+    return named("codes codes_t scale_inv scale_inv_t", found)
+
+
+def _alone(dtype: torch.dtype, square: bool, device: torch.device) -> Outputs:
+    x = numbers((300, 272), BF16, 32).to(device)
+    return named("codes scale_inv", twin.cast_blocks(x, dtype, square, "power_of_two", 0.0))
 
 
 def cases() -> Iterator[Case]:
@@ -31,6 +36,9 @@ def cases() -> Iterator[Case]:
             label = f"{dialect}, {_SHAPES[square]}, {short(wide)} to {short(dtype)}, [{rows}, 272]"
             run = partial(_cast_blocks, (rows, 272), wide, dtype, square, dialect)
             yield Case("cast_blocks_transpose", label, run, live=True)
+    for dtype, square in product(FP8, (False, True)):
+        run = partial(_alone, dtype, square)
+        yield Case("cast_blocks", f"{_SHAPES[square]}, bf16 to {short(dtype)}, [300, 272]", run, live=True)
 
 
 def calls(c: Inputs) -> Calls:

@@ -28,7 +28,7 @@ def _of_blocks(wide: torch.dtype, dtype: torch.dtype, square: bool, device: torc
 def cases() -> Iterator[Case]:
     for wide, dtype, square in product(WIDE, FP8, (False, True)):
         label = f"{'square blocks' if square else 'blocks of a row'}, {short(wide)} to {short(dtype)}, 65,536 words"
-        yield Case("cast_stats", label, partial(_of_blocks, wide, dtype, square), live=True)
+        yield Case("cast_stats_blocks", label, partial(_of_blocks, wide, dtype, square), live=True)
     for wide, dtype in product(WIDE, FP8):
         run = partial(_cast_stats, partial(every_word, wide), dtype)
         yield Case("cast_stats", f"{short(wide)} to {short(dtype)}, 65,536 words", run, live=True)

@@ -90,16 +90,18 @@ def scales_of(
     amax: torch.Tensor, wide: torch.dtype, dtype: torch.dtype, dialect: str, epsilon: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(scale, scale_inv) of blocks of dtype `wide` with these amaxes, fp32 of any shape, to be cast to `dtype`."""
-    most = torch.tensor(formats.format_of(dtype).largest, dtype=torch.float32)
-    one = torch.ones((), dtype=torch.float32)
-    amax = torch.maximum(amax, torch.tensor(epsilon, dtype=torch.float32))
+    most = torch.tensor(formats.format_of(dtype).largest, dtype=torch.float32, device="cpu")
+    one = torch.ones((), dtype=torch.float32, device="cpu")
+    amax = torch.maximum(amax, torch.tensor(epsilon, dtype=torch.float32, device="cpu"))
     plain = (amax == 0) | torch.isinf(amax)
     if dialect in ("power_of_two", "fp32"):
         scale = most / amax
         scale = torch.where(torch.isinf(scale), torch.finfo(wide).max, scale)
         scale = torch.where(plain, one, cleared(scale) if dialect == "power_of_two" else scale)
         return scale, one / scale
-    scale_inv = torch.maximum(amax / most, torch.tensor(torch.finfo(torch.float32).tiny))
+    scale_inv = torch.maximum(
+        amax / most, torch.tensor(torch.finfo(torch.float32).tiny, dtype=torch.float32, device="cpu")
+    )
     if dialect == "deep_gemm_ue8m0":
         below = cleared(scale_inv)
         scale_inv = torch.where(below == scale_inv, below, 2 * below)
@@ -121,7 +123,7 @@ def _cast(
     scale_inv.zero_()
     if rows == 0 or cols == 0:
         return
-    wide = torch.zeros(up * down, across * BLOCK, dtype=torch.float32)
+    wide = torch.zeros(up * down, across * BLOCK, dtype=torch.float32, device="cpu")
     wide[:rows, :cols] = x
     amax = _amaxes(wide.view(up, down, across, BLOCK), (1, 3))
     scale, inverse = scales_of(amax, x.dtype, q.dtype, dialect, epsilon)
@@ -171,7 +173,7 @@ def cast_blocks_transpose(x: torch.Tensor, dtype: torch.dtype, square: bool, dia
         scale_inv_t[:, :up] = scale_inv[:, :across].t()
     else:
         rows = x.shape[0]
-        codes = torch.empty((x.shape[1], rows), dtype=dtype)
+        codes = torch.empty((x.shape[1], rows), dtype=dtype, device="cpu")
         _cast(x.t().contiguous(), codes, scale_inv_t, False, dialect, epsilon)
         codes_t = q_t.view(torch.uint8)
         codes_t[:, :rows] = codes.view(torch.uint8)

@@ -119,7 +119,7 @@ def accumulated(
 ) -> torch.Tensor:
     """acc, fp32 `[M, N]`."""
     rows, columns = factors(a_scale_inv, len(a), a_square), factors(b_scale_inv, len(b), b_square)
-    acc = torch.zeros((len(a), len(b)), dtype=torch.float32)
+    acc = torch.zeros((len(a), len(b)), dtype=torch.float32, device="cpu")
     for k in range(blocks_of(a.shape[1])):
         part = slice(BLOCK * k, BLOCK * (k + 1))
         p = tensor_core.gemm(a[:, part].contiguous(), b[:, part].contiguous())
