@@ -19,7 +19,7 @@ import optimized.ops
 import reference
 from optimized.cuda import ahead as _ahead
 from optimized.cuda import device as _device
-from optimized.replay import Player as _Player
+from optimized.tapes import Player as _Player
 from reference import (  # noqa: F401
     CudaRNGStatesTracker,
     DelayedScaling,

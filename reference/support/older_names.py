@@ -50,6 +50,7 @@ _ROOMS = {
         ("ops", "ops.optimizers", "adafactor adam adam_capturable adam_states clip_grads grad_norm sgd"),
     ),
     "optimized": (
+        ("", "", "replay>tapes"),
         ("ops", "ops.casts", "amax cast cast_stats cast_transpose cat_cast_transpose dbias multi_cast_transpose"),
         ("ops", "ops.casts", "scale_update"),
         ("ops", "ops.gemms", "gemm gemm_config gemm_fp8 gemm_fp8_split_k gemm_fused gemm_operands gemm_tile"),
@@ -75,7 +76,7 @@ for _side, _moves in _ROOMS.items():
     for _folder, _room, _names in _moves:
         for _one in _names.split():
             _was, _, _is = _one.partition(">")
-            NAMES[".".join(filter(None, (_side, _folder, _was)))] = f"{_side}.{_room}.{_is or _was}"
+            NAMES[".".join(filter(None, (_side, _folder, _was)))] = ".".join(filter(None, (_side, _room, _is or _was)))
 _PREFIX = __name__.removesuffix("reference.support.older_names")  # "twin_engine." in a wheel
 
 

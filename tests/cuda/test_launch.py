@@ -12,7 +12,7 @@ from shared.bits import assert_same_bits
 import optimized
 from optimized.cuda import device, launch, tensor_map
 from optimized.ops.casts.cast_transpose import tile_grid
-from optimized.replay import Launches
+from optimized.tapes import Launches
 
 twin = torch.ops.twin
 

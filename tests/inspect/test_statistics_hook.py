@@ -11,7 +11,7 @@ from shared.dry_gpu import DryGpu
 
 import optimized
 import reference as te
-from optimized.replay import Player, player
+from optimized.tapes import Player, player
 from reference.inspect import statistics
 from reference.nn.core import autograd, hook
 from reference.nn.core.observed import Observed

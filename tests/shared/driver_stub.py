@@ -11,7 +11,7 @@ import torch
 
 from optimized.cuda import compiler, launch
 from optimized.cuda import device as device_checks
-from optimized.replay import launches
+from optimized.tapes import launches
 
 STREAM = 0x5EED
 

@@ -30,9 +30,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from optimized.cuda import ahead, launch, tensor_map
 from optimized.cuda import device as device_checks
-from optimized.replay import calls, memory, player, relative, watch
-from optimized.replay.collectives import Collective
-from optimized.replay.launches import Copy, Launches
+from optimized.tapes import calls, memory, player, relative, watch
+from optimized.tapes.collectives import Collective
+from optimized.tapes.launches import Copy, Launches
 from reference.nn.core import compiled
 from reference.ops import library
 from reference.ops.library import _IMPLEMENTATIONS
@@ -161,7 +161,7 @@ class DryGpu(contextlib.ExitStack):
         return text.split("\n") if text else []
 
     def tapes(self) -> None:
-        """Let layers be replayed from tapes (optimized/replay), until the end; addresses are used again then."""
+        """Let layers be replayed from tapes (optimized/tapes), until the end; addresses are used again then."""
         self._reuses = True
 
         def storage_of(x: torch.Tensor) -> int:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import optimized
 import reference as te
 from optimized.cuda import launch
-from optimized.replay import collective
+from optimized.tapes import collective
 from reference.nn.core.autograd import differentiable, wanted
 from reference.nn.core.context import BlockContext, ModuleContext
 from reference.nn.layers import linear

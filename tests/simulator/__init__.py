@@ -29,8 +29,8 @@ from shared import kernel_arguments
 import optimized  # noqa: F401  (registers the ops)
 from optimized.cuda import compiler, launch, tensor_map
 from optimized.cuda import device as device_checks
-from optimized.replay import calls
-from optimized.replay.launches import Copy, Launches
+from optimized.tapes import calls
+from optimized.tapes.launches import Copy, Launches
 from reference.numbers.elementary import ACTIVATIONS, _recorded, powers_of_two
 from simulator.cuda import PretendedCuda
 

@@ -2,7 +2,7 @@
 
 A plan contains everything but tensors that launches depend on; a context contains the tensors that come from the
 module: quantizers with their scales and amax histories, cached weights, gradients to add to, random states, masks. A
-pair's functions see a plan, a context and tensors, but no module, so `optimized.replay` can repeat their launches for
+pair's functions see a plan, a context and tensors, but no module, so `optimized.tapes` can repeat their launches for
 the same plan and the same addresses.
 """
 

@@ -1,7 +1,7 @@
 """A plan is all that a pair's launches depend on besides tensors: whatever public attribute changes between two calls.
 
 Every forward and backward of a layer passes by a player that remembers what came out of which plan, inputs and state,
-and fails where the same come with other results. That is what a tape (optimized/replay) would have replayed.
+and fails where the same come with other results. That is what a tape (optimized/tapes) would have replayed.
 """
 
 from collections.abc import Iterator

@@ -55,7 +55,7 @@ import torch
 from shared.dry_gpu import DryGpu
 import optimized, reference as te
 from shared import parallel_toys as toys
-from optimized.replay import calls
+from optimized.tapes import calls
 
 BF16 = torch.bfloat16
 toys.DRY = True

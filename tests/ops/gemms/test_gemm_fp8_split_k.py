@@ -13,7 +13,7 @@ from shared.repeated import assert_same_again
 import optimized.ops  # noqa: F401  (registers the ops)
 from optimized.cuda import launch
 from optimized.ops.gemms.gemm_fp8_split_k import RESIDENT, gemm_fp8_split_k, is_faster, partition
-from optimized.replay import Launches
+from optimized.tapes import Launches
 
 twin = torch.ops.twin
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from torch.utils._python_dispatch import _disable_current_modes
 
 from optimized.cuda import launch
-from optimized.replay.memory import TensorRef, tensors_of
+from optimized.tapes.memory import TensorRef, tensors_of
 
 
 class Collective(NamedTuple):

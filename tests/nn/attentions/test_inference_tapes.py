@@ -10,7 +10,7 @@ from shared.dry_gpu import DryGpu
 
 import optimized
 import reference as te
-from optimized.replay import calls
+from optimized.tapes import calls
 from reference.nn.transformer import halves
 
 BF16 = torch.bfloat16

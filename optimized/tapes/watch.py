@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from optimized.replay.launches import Copy, Launches
-from optimized.replay.memory import Allocation, Place, TensorRef, Tensors, tensors_of
+from optimized.tapes.launches import Copy, Launches
+from optimized.tapes.memory import Allocation, Place, TensorRef, Tensors, tensors_of
 
 aten = torch.ops.aten
 _ALLOCATIONS = {

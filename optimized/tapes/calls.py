@@ -20,10 +20,10 @@ from typing import Any
 import torch
 
 from optimized.cuda import launch
-from optimized.replay.launches import Launches
-from optimized.replay.memory import ARENA, FIRST, SCRATCH, Place, Results, arrange, place_of, storage_of
-from optimized.replay.relative import Fixed, Relative
-from optimized.replay.watch import Record, Watch
+from optimized.tapes.launches import Launches
+from optimized.tapes.memory import ARENA, FIRST, SCRATCH, Place, Results, arrange, place_of, storage_of
+from optimized.tapes.relative import Fixed, Relative
+from optimized.tapes.watch import Record, Watch
 from reference.support.nested import Tensors
 
 LARGEST = 448 << 20

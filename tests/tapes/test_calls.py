@@ -9,9 +9,9 @@ import torch
 from shared.bits import assert_same_bits
 
 import reference as te
-from optimized.replay import calls, watch
-from optimized.replay.launches import Copy, Launches
-from optimized.replay.memory import SCRATCH, Results
+from optimized.tapes import calls, watch
+from optimized.tapes.launches import Copy, Launches
+from optimized.tapes.memory import SCRATCH, Results
 from reference.support.nested import Tensors
 
 BF16 = torch.bfloat16

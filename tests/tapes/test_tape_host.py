@@ -11,7 +11,7 @@ import torch
 from shared.dry_gpu import DryGpu
 
 import optimized as te
-from optimized.replay.launches import Launches
+from optimized.tapes.launches import Launches
 
 ROOT = Path(__file__).parents[2]
 STEPS = 10

@@ -10,7 +10,7 @@ from shared.dry_gpu import DryGpu
 
 import optimized
 import reference as te
-from optimized.replay import Player, calls
+from optimized.tapes import Player, calls
 from reference.nn.core import autograd
 from reference.nn.transformer import halves
 

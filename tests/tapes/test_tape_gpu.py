@@ -13,7 +13,7 @@ from shared.plan_cases import step as plan_step
 
 import optimized
 import reference as te
-from optimized.replay import Player, calls
+from optimized.tapes import Player, calls
 from reference.nn.core import autograd
 from reference.nn.transformer import halves
 

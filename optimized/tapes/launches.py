@@ -19,7 +19,7 @@ _capturing = threading.RLock()  # one capture at a time: captures share a stream
 
 
 class Replayable(Protocol):
-    """What can be done again: a launch (`launch.Launch`), a copy, an op of PyTorch (`replay.watch`)."""
+    """What can be done again: a launch (`launch.Launch`), a copy, an op of PyTorch (`tapes.watch`)."""
 
     @property
     def capturable(self) -> bool:
@@ -30,7 +30,7 @@ class Replayable(Protocol):
 
 
 class Movable(Replayable, Protocol):
-    """All of these but launches, whose arguments a tape moves together (`replay.relative`)."""
+    """All of these but launches, whose arguments a tape moves together (`tapes.relative`)."""
 
     def moved(self, move: Callable[[int], int]) -> "Movable":
         """The same at other addresses; `move` gives an address its other one."""

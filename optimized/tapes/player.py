@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from optimized.cuda import ahead
-from optimized.replay.calls import Function, Kind, play, specification
+from optimized.tapes.calls import Function, Kind, play, specification
 from reference.nn.core import autograd
 from reference.support.nested import Tensors, flatten, rebuild
 

@@ -14,8 +14,8 @@ import torch
 from shared.driver_stub import STREAM, Cuda, arguments
 
 from optimized.cuda import launch
-from optimized.replay import launches
-from optimized.replay.launches import Copy, Launches
+from optimized.tapes import launches
+from optimized.tapes.launches import Copy, Launches
 
 
 def test_recorded_launches_keep_their_own_arguments(cuda: Cuda) -> None:

@@ -14,9 +14,9 @@ from shared.dry_gpu import DryGpu
 import optimized
 import reference as te
 from optimized.cuda import launch
-from optimized.replay import Player, calls
-from optimized.replay.launches import Copy, Launches
-from optimized.replay.relative import Fixed, Relative, _integers
+from optimized.tapes import Player, calls
+from optimized.tapes.launches import Copy, Launches
+from optimized.tapes.relative import Fixed, Relative, _integers
 from reference.nn.core import autograd
 from reference.nn.transformer import halves
 
