@@ -6,9 +6,9 @@ from canvas import GRAD, GREY, HOLLOW, PALE, Drawing, W, X, Y
 
 
 def tapes() -> Drawing:
-    """How the calls of one kind settle, what a tape's arguments are, and where the memory lies."""
+    """How the calls of one group settle, what a tape's arguments are, and where the memory lies."""
     d = Drawing(820, 690, "Tapes: the first call is measured, the second recorded, later ones are played anywhere")
-    rows = (("first call of a kind", "measured"), ("second call", "recorded"), ("other addresses", "moved"))
+    rows = (("first call of a group", "measured"), ("second call", "recorded"), ("other addresses", "moved"))
     for y, (bold, plain) in zip((50, 132, 214, 296), (*rows, ("known addresses", "played")), strict=True):
         d.text(20, y, bold, bold=True)
         d.text(20, y + 17, plain, 12.5)

@@ -180,7 +180,7 @@ class Launch:
         self._kept: Any = block  # what `_pointers` points to
         self.args, self.scalars = args, block.values
 
-    def replay(self, stream: int) -> None:
+    def play(self, stream: int) -> None:
         """Launch it on the current device."""
         _start(self._head, stream, self._pointers, self._early)
 
@@ -318,7 +318,7 @@ def collects() -> bool:
 
 
 def noted() -> bool:
-    """Whether this thread's launches are recorded or collected; then nothing may be replayed in their place."""
+    """Whether this thread's launches are recorded or collected; then no tape may be played in their place."""
     return _thread.tape is not None or _thread.collected is not None
 
 

@@ -10,7 +10,7 @@ defines them). They compare the codes that the GEMMs read with the tensor that t
 a norm or an activation in the activation dtype; a weight in its own dtype.
 
 A measured step runs op by op and has the bits of any other step. Between two measured steps nothing is different: the
-player of `reference.nn.core.autograd` is the usual one, so tapes are replayed. Values stay on the device until they are
+player of `reference.nn.core.autograd` is the usual one, so tapes are played. Values stay on the device until they are
 read.
 """
 
@@ -79,7 +79,7 @@ class _Observer(Hook):
     def backward(
         self, function: Backward, plan: Any, context: Context, saved: Tensors, grads: Tensors, note: Any
     ) -> Tensors:
-        if isinstance(note, Form) and self.layers(context):  # otherwise its forward was replayed
+        if isinstance(note, Form) and self.layers(context):  # otherwise its forward was played from a tape
             context = self._observed(context)
         return super().backward(function, plan, context, saved, grads, note)
 

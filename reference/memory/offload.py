@@ -12,7 +12,7 @@ changes. On a CPU there is nothing to move.
 
 What stays: parameters, FP8 copies of weights, what `mark_not_offload` has marked, and tensors of less than 2^18
 elements; where the environment has NVTE_CPU_OFFLOAD_V1=1, as Transformer Engine's older code needs it, of less than
-2^8, whose memory is smaller than what the allocator gives. Layers in a context are not replayed from tapes
+2^8, whose memory is smaller than what the allocator gives. Layers in a context are not played from tapes
 (`optimized.tapes`), whose memory cannot move. Source: Transformer Engine's `pytorch/cpu_offload.py`.
 """
 

@@ -108,7 +108,7 @@ def test_one_dry_pass_for_each_shape() -> None:
 
 @pytest.mark.parametrize("small", [0, halves.SMALL], ids=["two pairs", "one pair"])
 def test_microbatches(small: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Never replayed, or not at first; a later one reads weights that the first has cast."""
+    """Never played, or not at first; a later one reads weights that the first has cast."""
     monkeypatch.setattr(halves, "SMALL", small)
     with DryGpu() as gpu:
         gpu.tapes()
@@ -142,7 +142,7 @@ def calibrated(layer: Any) -> None:
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("run", [masked, adding, rotated, calibrated])
 @pytest.mark.parametrize("small", [0, halves.SMALL], ids=["two pairs", "one pair"])
-def test_calls_that_are_not_replayed(run: Any, small: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_that_are_not_played(run: Any, small: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(halves, "SMALL", small)
     with DryGpu() as gpu:
         gpu.tapes()
@@ -174,7 +174,7 @@ class Other(torch.Tensor):
     """What a sharded parameter is: a tensor that sees what is done with it."""
 
 
-def test_calls_that_are_not_replayed_are_told_apart_by_their_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_that_are_not_played_are_told_apart_by_their_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ahead, "MOST_PLAIN", 2)
     seen: list[tuple[Any, ...]] = []
     monkeypatch.setattr(ahead, "compile_pair", lambda *given: seen.append(given))

@@ -1,4 +1,4 @@
-"""Where the tensors of a replayed call lie, and what a tape knows of the ops of PyTorch that it holds."""
+"""Where the tensors of a played call lie, and what a tape knows of the ops of PyTorch that it holds."""
 
 import torch
 from hypothesis import given, settings

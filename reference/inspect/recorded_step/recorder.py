@@ -75,7 +75,7 @@ def record(
     The file has what the step read (weights, FP8 state, random states, inputs, results of torch's own ops that ours
     read), the ops with their arguments, and digests of all their tensors; nothing is pickled.
 
-    Cost: the ops run one by one: no tape is replayed (docs/tapes.md), and what torch.compile has compiled runs in
+    Cost: the ops run one by one: no tape is played (docs/tapes.md), and what torch.compile has compiled runs in
     eager mode. A digest takes about ten small launches and reads a tensor about six times; nobody waits for it. What
     goes into the file whole is copied to the host at once, which waits for the device, and stays there until the end:
     each weight, input and fed tensor, and with ops="outputs" each result. The device keeps a block of 512 bytes a

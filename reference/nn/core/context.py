@@ -112,7 +112,7 @@ class ModuleContext:
         store: what the module keeps of its weights.
         quantizers, gemms: of its roles, and of its linear maps (`Precision`).
         kind: for plans; everything but tensors that its launches depend on.
-        replayable: False where a weight is cast for later microbatches, its gradient is delayed or added to main_grad,
+        playable: False where a weight is cast for later microbatches, its gradient is delayed or added to main_grad,
             or results are no plain tensors.
     """
 
@@ -139,11 +139,11 @@ class ModuleContext:
         return self.gemms[""]
 
     @property
-    def replayable(self) -> bool:
+    def playable(self) -> bool:
         """See the attributes of the class."""
         module = self.module
         reads_all = self.is_first_microbatch is None or len(self._kept()) == len(self._cast_weights())
-        return reads_all and module.replays and not (module.fuse_wgrad_accumulation or module.delay_wgrad_compute)
+        return reads_all and module.taped and not (module.fuse_wgrad_accumulation or module.delay_wgrad_compute)
 
     @property
     def settled(self) -> bool:
@@ -298,10 +298,10 @@ class BlockContext(NamedTuple):
     reads: tuple[torch.Tensor | None, ...] = ()
 
     @property
-    def replayable(self) -> bool:
+    def playable(self) -> bool:
         """Whether every module's part is."""
         for one in self.modules:  # noqa: SIM110 (without a generator's calls, in each step)
-            if not one.replayable:
+            if not one.playable:
                 return False
         return True
 

@@ -80,7 +80,7 @@ class Hook(Plain):
         return [self.names[one.module] for one in context.modules if one.module in self.names]
 
     def _next(self, context: Context) -> Plain:
-        """Who runs a pair next. The usual player would replay what a hook wants to see run."""
+        """Who runs a pair next. The usual player would play from a tape what a hook wants to see run."""
         inner = self.inner
         return inner if isinstance(inner, Hook) or not observed(context) else _plain
 

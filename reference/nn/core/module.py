@@ -26,7 +26,7 @@ class TransformerEngineBaseModule(OfModule, DelayedGradients, TensorGroup, Devic
     """A layer with FP8 state: see `WithFP8State` for its attributes."""
 
     fuse_wgrad_accumulation = False
-    replays = True  # whether `optimized` may repeat its launches
+    taped = True  # whether `optimized` may play its launches from tapes
     _found: tuple[Precision, tuple[Any, ...]] | None = None  # of the last forward, with what it depends on
     reuses_weights = (
         False  # every forward is one with is_first_microbatch=False: of a CUDA graph (`reference.graphs.graph`)

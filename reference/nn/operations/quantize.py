@@ -67,7 +67,7 @@ class Quantize(TransformerEngineBaseModule):
     """
 
     keeps_scales = True
-    replays = False  # what it gives are no plain tensors
+    taped = False  # what it gives are no plain tensors
 
     def __init__(self, forward: bool = True, backward: bool = False) -> None:
         check_arguments("ops.Quantize", locals())

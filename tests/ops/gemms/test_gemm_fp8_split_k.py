@@ -83,7 +83,7 @@ def test_the_op_takes_this_way_and_captures_it() -> None:
     with launch.recording(tape):
         recorded = product()
     recorded.fill_(7)
-    tape.replay(0)
+    tape.play(0)
     assert_same_bits(recorded, first, "launches made again")
 
 
