@@ -45,17 +45,17 @@ def _sealed(header: bytes) -> str:
     return hashlib.sha256(header).hexdigest()
 
 
-def write(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str], kinds: Any) -> None:
+def write(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str], dtype_name: Any) -> None:
     """Write tensors on the CPU, whole or not at all, without a second copy of them in memory.
 
-    `kinds` gives safetensors' name of a torch dtype.
+    `dtype_name` gives safetensors' name of a torch dtype.
     """
     sums = {name: zlib.crc32(_bytes(x)) for name, x in tensors.items()}
     header: dict[str, Any] = {"__metadata__": {**metadata, "crc32": json.dumps(sums), "seal": _UNSEALED}}
     end = 0
     for name, x in tensors.items():
         begin, end = end, end + x.nbytes
-        header[name] = {"dtype": kinds(x.dtype), "shape": list(x.shape), "data_offsets": [begin, end]}
+        header[name] = {"dtype": dtype_name(x.dtype), "shape": list(x.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     text = text.replace(f'"seal":"{_UNSEALED}"'.encode(), f'"seal":"{_sealed(text)}"'.encode(), 1)

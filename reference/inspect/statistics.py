@@ -148,19 +148,19 @@ class Statistics:
         self._before = self.forwards
         return self
 
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+    def __exit__(self, error_type: Any, error: Any, trace: Any) -> None:
         assert self._observer is not None
         self._handle.remove()
         self._handle = None
         if self._observer.installed:
             self._observer.remove()
-        if kind is None and self.forwards == self._before:
+        if error_type is None and self.forwards == self._before:
             raise RuntimeError(
                 f"collect_stats: {type(self.model).__name__} was not called inside; give the module that the training "
                 f"loop calls."
             )
         self._measured, self._observer.found = [*self._measured, *self._observer.found], []
-        if kind is None and not self._measured and not self._samples:
+        if error_type is None and not self._measured and not self._samples:
             raise RuntimeError(
                 f"collect_stats: {type(self.model).__name__} was called, and none of its layers could be measured; "
                 f"layers of this package are, outside of torch.compile and of CUDA graphs."

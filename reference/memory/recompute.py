@@ -47,19 +47,19 @@ class _Frame:
         self.used: dict[Any, int] = defaultdict(int)
         self.run: Any = None  # PyTorch's hook of the last recomputation
 
-    def record(self, module: object, value: Any, kind: str = "tensor") -> None:
+    def record(self, module: object, value: Any, what: str = "tensor") -> None:
         """Keep what `module` uses at this point of the first run."""
-        self.tensors[id(module), kind].append(value)
+        self.tensors[id(module), what].append(value)
 
-    def next_tensor(self, module: object, kind: str = "tensor") -> Any:
-        """The tensor, or what else of its `kind`, that `module` used at this point of the first run."""
-        position, found = self.used[id(module), kind], self.tensors[id(module), kind]
+    def next_tensor(self, module: object, what: str = "tensor") -> Any:
+        """The tensor, or what else `what` names, that `module` used at this point of the first run."""
+        position, found = self.used[id(module), what], self.tensors[id(module), what]
         if position >= len(found):
             raise RuntimeError(
                 f"checkpoint: {type(module).__name__} runs more often when recomputed ({position + 1} times) than in "
                 f"the first run; a function that does the same each time is accepted."
             )
-        self.used[id(module), kind] = position + 1
+        self.used[id(module), what] = position + 1
         return found[position]
 
 
@@ -72,25 +72,25 @@ class _Queues(_Frame):
         super().__init__()
         self.kept: Any = weakref.WeakKeyDictionary()
 
-    def record(self, module: object, value: Any, kind: str = "tensor") -> None:
+    def record(self, module: object, value: Any, what: str = "tensor") -> None:
         if not getattr(module, "training", True):
             return
         queues = self.kept.setdefault(module, defaultdict(deque))
-        queues[kind].append(value)
+        queues[what].append(value)
         if hasattr(module, "fp8_meta"):  # whether it was the autocast's first FP8 module, whose backward updates scales
             queues["first"].append(here().first_module_pending)
             here().first_module_pending = False
 
-    def next_tensor(self, module: object, kind: str = "tensor") -> Any:
+    def next_tensor(self, module: object, what: str = "tensor") -> Any:
         queues = self.kept.get(module, {})
-        if not queues.get(kind):
+        if not queues.get(what):
             raise RuntimeError(
                 f"activation_recompute_forward: {type(module).__name__} runs with recompute_phase=True more often than "
                 f"it ran, in training, with recompute_phase=False; as often is accepted."
             )
         if queues.get("first"):
             here().first_module_pending |= queues["first"].popleft()
-        return queues[kind].popleft()
+        return queues[what].popleft()
 
 
 _QUEUES = _Queues()

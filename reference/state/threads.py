@@ -106,13 +106,13 @@ class Context(contextlib.ContextDecorator):
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         own = here()
         thread = own if own in self._threads else self._threads[-1]
         self._threads.remove(thread)
         in_order = close(getattr(thread, self.where), self) and thread is own
-        if kind is not None and kind is not GeneratorExit:
+        if error_type is not None and error_type is not GeneratorExit:
             return  # the error goes on
         if not in_order:
             raise RuntimeError(
@@ -120,5 +120,5 @@ class Context(contextlib.ContextDecorator):
                 f"another thread than it was opened in; contexts that end in reverse order, in their own thread, are "
                 f"accepted."
             )
-        if kind is None:
+        if error_type is None:
             self.ended(thread)

@@ -186,14 +186,14 @@ class Recorder(TorchDispatchMode):
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         global _recording
-        super().__exit__(kind, error, trace)
-        self._around.__exit__(kind, error, trace)
+        super().__exit__(error_type, error, trace)
+        self._around.__exit__(error_type, error, trace)
         self._hook.remove()
         _recording = None
-        if kind is None:
+        if error_type is None:
             self._finish()
         self._storages.clear()
 

@@ -33,10 +33,10 @@ Dropout = tuple[float, Generator]
 Angles = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
 
 
-def uses_default_forward(part: torch.nn.Module, kind: type[torch.nn.Module]) -> bool:
+def uses_default_forward(part: torch.nn.Module, cls: type[torch.nn.Module]) -> bool:
     """Whether a part of a layer is not replaced, graphed or hooked, so that it need not be called as a module."""
     return not (
-        type(part).forward is not kind.forward
+        type(part).forward is not cls.forward
         or "forward" in part.__dict__
         or part._forward_hooks
         or part._forward_pre_hooks

@@ -7,7 +7,7 @@ import torch
 
 from reference.arguments import check_arguments
 from reference.checkpoints import transformer_engine_state
-from reference.float8.float8_quantizer import KINDS
+from reference.float8.float8_quantizer import TE_DTYPES
 from reference.float8.float8_tensor import Float8Tensor, dequantized
 from reference.nn.core.autograd import differentiable, wanted
 from reference.nn.core.checks import activation_dtype, check_tensor
@@ -36,8 +36,8 @@ def _tensor(x: Quantized, dtype: torch.dtype) -> torch.Tensor:
         return codes
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return dequantized(codes, scale_inv, dtype)
-    kind = KINDS[codes.dtype]
-    return Float8Tensor(codes.shape, dtype, data=codes, fp8_scale_inv=scale_inv, fp8_dtype=kind)
+    te_dtype = TE_DTYPES[codes.dtype]
+    return Float8Tensor(codes.shape, dtype, data=codes, fp8_scale_inv=scale_inv, fp8_dtype=te_dtype)
 
 
 def forward(plan: Plan, context: ModuleContext, x: torch.Tensor) -> tuple[torch.Tensor, tuple[()]]:
