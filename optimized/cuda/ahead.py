@@ -187,7 +187,7 @@ running = _Running()
 
 def _following(forward: Any, plan: Any, context: Any, x: Any) -> Any:
     """What runs after the pair of a layer's first half: the second half's, with x as its input. None where it does not
-    or in a checkpoint, which would record the additional call.
+    or where it is recomputed, which would record the additional call.
     """
     layer = running.layer
     if layer is None or forward is not attention_block.forward or layer.layer_type != "encoder" or recompute.active():

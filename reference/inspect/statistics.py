@@ -70,7 +70,7 @@ class _Observer(Hook):
     def forward(
         self, function: Forward, plan: Any, context: Context, tensors: Tensors, backward: Backward
     ) -> tuple[Any, Tensors, Any]:
-        if recompute.replaying() or not self.layers(context):
+        if recompute.recomputing() or not self.layers(context):
             return super().forward(function, plan, context, tensors, backward)
         if not observed(context):
             self.prepare(function, plan, context, tensors, backward)
@@ -168,7 +168,7 @@ class Statistics:
 
     def _forward_begins(self, *_: Any) -> None:
         """Called before each forward of the model: measure it, or stop measuring."""
-        if recompute.replaying():  # `te.checkpoint(model, x)` runs its forward again in backward
+        if recompute.recomputing():  # `te.checkpoint(model, x)` runs its forward again in backward
             return
         observer = self._observer
         assert observer is not None

@@ -39,7 +39,7 @@ def current() -> AutocastState:
 
 @contextlib.contextmanager
 def restored(state: AutocastState) -> Iterator[None]:
-    """Run with `state` and update nothing, in a checkpoint's recomputation or the capture of a CUDA graph.
+    """Run with `state` and update nothing, in a recomputation or the capture of a CUDA graph.
 
     A context opened inside is not an outermost one either.
     """
@@ -108,7 +108,7 @@ class autocast(Context):
     def ended(self, thread: Thread) -> None:
         if thread.autocasts or not self.settings.enabled or not torch.is_grad_enabled():
             return
-        # Inside a backward pass it was opened in a checkpoint's recomputation, which records no amax.
+        # Inside a backward pass it was opened in a recomputation, which records no amax.
         if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
             scaling.update(forward=True, thread=thread.number)
 

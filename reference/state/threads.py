@@ -1,4 +1,4 @@
-"""The open contexts of each thread: autocasts, `quantized_model_init`s and checkpoints.
+"""The open contexts of each thread: autocasts, `quantized_model_init`s and recomputations.
 
 As with `torch.autocast`, a context holds only for the thread that opened it; a thread that is started inside does not
 inherit it. Autograd runs a backward on CUDA in a thread of its own, which needs no context, because a forward hands its
@@ -24,9 +24,9 @@ class Thread:
 
     Attributes:
         number: never reused, unlike the operating system's.
-        autocasts: `autocast`s, and the settings that a checkpoint or a capture restores.
+        autocasts: `autocast`s, and the settings that a recomputation or a capture restores.
         inits: `quantized_model_init`s.
-        recording, replaying: checkpointed calls in their first run, and in their recomputation.
+        first_runs, recomputations: calls that backward computes again, in their first run and in the other.
         undrawn: whether dropout draws no seeds (`reference.random.undrawn`).
         offloading: whether a context of `get_cpu_offload_context` is open.
         first_module_pending: whether no FP8 module has run in the outermost autocast yet; the backward of the first one
@@ -38,8 +38,8 @@ class Thread:
         self.name = threading.current_thread().name
         self.autocasts: list[Any] = []
         self.inits: list[Any] = []
-        self.recording: list[Any] = []
-        self.replaying: list[Any] = []
+        self.first_runs: list[Any] = []
+        self.recomputations: list[Any] = []
         self.undrawn = False
         self.offloading = False
         self.first_module_pending = False
