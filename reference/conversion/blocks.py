@@ -63,13 +63,13 @@ def rotary_of(model: torch.nn.Module, name: str) -> Any:
     return None
 
 
-def planned_block(cls: Any, block: Any, parts: Mapping[str, Any], tied: set[str], rotary: Any) -> Any:
+def block_replacement(cls: Any, block: Any, parts: Mapping[str, Any], tied: set[str], rotary: Any) -> Any:
     """A `cls` (te.TransformerLayer) without numbers for a decoder layer, or why its modules are replaced one by one.
 
     Args:
         cls: the class of one side.
         block: the decoder layer.
-        parts: what is planned for its modules, by their names inside: a `Plan`, or why they stay.
+        parts: the replacements of its modules, by their names inside: a `Replacement`, or why they stay.
         tied: the names inside of weights that are tied to others.
         rotary: the model's rotary embedding, or None.
     """
@@ -162,7 +162,7 @@ def _is_known(rotary: Any) -> bool:
 
 
 def fill_block(layer: Any, block: Any, rotary: Any) -> None:
-    """Give a planned block the decoder layer's parameters and attributes."""
+    """Give a block without numbers the decoder layer's parameters and attributes."""
     device = block.get_parameter(GATE).device
     for part in layer.modules():  # what else was made on the meta device: states, and biases without elements
         part._parameters.update(dict.fromkeys(part._parameters))

@@ -28,7 +28,7 @@ class Layers(NamedTuple):
     TransformerLayer: Any
 
 
-class Plan(NamedTuple):
+class Replacement(NamedTuple):
     """The layer, without numbers yet (`fill`), and what the report says of it."""
 
     layer: Any
@@ -43,8 +43,8 @@ class _Choice(NamedTuple):
     settings: dict[str, Any]
 
 
-def planned(layers: Layers, module: Any, places: Places, tied: Sequence[str]) -> Plan | str:
-    """The plan for a module with parameters, or why it stays. Nothing has changed then.
+def replacement_for(layers: Layers, module: Any, places: Places, tied: Sequence[str]) -> Replacement | str:
+    """The replacement of a module with parameters, or why it stays. Nothing has changed then.
 
     Args:
         layers: of which side.
@@ -67,7 +67,7 @@ def planned(layers: Layers, module: Any, places: Places, tied: Sequence[str]) ->
             layer = choice.cls(*choice.sizes, **choice.settings, params_dtype=module.weight.dtype, device="meta")
     except (NotImplementedError, TypeError, ValueError) as error:
         return str(error)
-    return Plan(layer, note)
+    return Replacement(layer, note)
 
 
 def _choice(layers: Layers, module: Any) -> _Choice | str:
