@@ -291,8 +291,8 @@ class Float8Tensor(Alike, QuantizedTensor):
         return names, (self.dtype, self._kept.column)
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict[str, torch.Tensor], context: Any, size: Any, stride: Any) -> "Float8Tensor":
-        dtype, column = context
+    def __tensor_unflatten__(inner: dict[str, torch.Tensor], metadata: Any, size: Any, stride: Any) -> "Float8Tensor":
+        dtype, column = metadata
         kept = Kept(inner["codes"], inner["_scale_inv"], inner.get("codes_t"), None, column)
         return _wrapped(Float8Tensor, kept, dtype)
 

@@ -11,7 +11,7 @@ import torch
 from reference.arguments import check_arguments, is_group
 from reference.recipe import DelayedScaling, Recipe
 from reference.state import scaling
-from reference.state.threads import Context, Thread, close, here
+from reference.state.threads import Thread, ThreadContextManager, close, here
 
 __all__ = ["autocast", "fp8_autocast"]
 
@@ -53,7 +53,7 @@ def restored(state: AutocastState) -> Iterator[None]:
         thread.first_module_pending = pending
 
 
-class autocast(Context):
+class autocast(ThreadContextManager):
     """Run the modules inside in FP8.
 
     When the outermost context of a thread ends without an error, and it was enabled with gradients on, the scales of

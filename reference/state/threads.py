@@ -69,7 +69,7 @@ def close(opened: list[Any], entry: Any) -> bool:
     return False
 
 
-class Context(contextlib.ContextDecorator):
+class ThreadContextManager(contextlib.ContextDecorator):
     """A context of one thread; the same object may be open more than once.
 
     Attributes:
