@@ -1,4 +1,4 @@
-"""A pretended CUDA driver and runtime: what `launch` and `replay` ask of them is noted."""
+"""A pretended CUDA driver and runtime: what `launch` and tapes ask of them is noted."""
 
 import ctypes
 import sys
