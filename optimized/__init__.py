@@ -17,8 +17,8 @@ import torch
 
 import optimized.ops
 import reference
-from optimized.cuda import ahead as _ahead
 from optimized.cuda import device as _device
+from optimized.cuda import precompile as _ahead
 from optimized.tapes import Player as _Player
 from reference import (  # noqa: F401
     CudaRNGStatesTracker,

@@ -9,7 +9,7 @@ the layer's Python, which dominates small layers.
     memory.py    where its tensors lie
     launches.py  a tape: its launches, which are made again one by one or as a CUDA graph
     collectives.py  a collective of torch.distributed on it
-    relative.py  a tape at other addresses
+    relocation.py  a tape at other addresses
     calls.py     which calls agree: the one cache of tapes
     player.py    runs the pairs of `reference.nn.core.autograd`
 

@@ -22,7 +22,7 @@ import torch
 from optimized.cuda import launch
 from optimized.tapes.launches import Launches
 from optimized.tapes.memory import ARENA, FIRST, SCRATCH, Place, Results, arrange, place_of, storage_of
-from optimized.tapes.relative import Fixed, Relative
+from optimized.tapes.relocation import Fixed, Relative
 from optimized.tapes.watch import Record, Watch
 from reference.support.nested import Tensors
 

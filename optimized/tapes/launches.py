@@ -30,7 +30,7 @@ class Playable(Protocol):
 
 
 class Movable(Playable, Protocol):
-    """All of these but launches, whose arguments a tape moves together (`tapes.relative`)."""
+    """All of these but launches, whose arguments a tape moves together (`tapes.relocation`)."""
 
     def moved(self, move: Callable[[int], int]) -> "Movable":
         """The same at other addresses; `move` gives an address its other one."""

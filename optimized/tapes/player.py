@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from optimized.cuda import ahead
+from optimized.cuda import precompile
 from optimized.tapes.calls import CallGroup, Function, play, specification
 from reference.nn.core import autograd
 from reference.support.nested import Tensors, flatten, rebuild
@@ -17,7 +17,7 @@ class Player(autograd.Plain):
     """What `optimized` registers in `reference.nn.core.autograd`, in place of `Plain`, which always runs a pair."""
 
     def prepare(self, pair: Any, plan: Any, context: Any, tensors: Tensors, backward: Any) -> None:
-        ahead.compile_plain(pair, backward, plan, context, tensors)
+        precompile.compile_plain(pair, backward, plan, context, tensors)
 
     def forward(self, pair: Any, plan: Any, context: Any, tensors: Tensors, backward: Any) -> tuple[Any, Tensors, Any]:
         # Hooks that move what is saved (offloading) or compare it (checkpoint) get tensors, not arenas.
@@ -41,7 +41,7 @@ class Player(autograd.Plain):
             ran.append(of_saved)
             return (out if isinstance(out, tuple) else (out,)), flat
 
-        compile_both = functools.partial(ahead.compile_pair, pair, backward, plan, context, tensors)
+        compile_both = functools.partial(precompile.compile_pair, pair, backward, plan, context, tensors)
         key = (pair, plan, form, tensors[0].device.index, *specification(inputs), *specification(context.reads))  # type: ignore[union-attr]
         out, saved, group = play(lambda: run, key, inputs, state, compile_both)
         out = out if len(out) > 1 else out[0]  # type: ignore[assignment]

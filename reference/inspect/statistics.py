@@ -26,7 +26,7 @@ from reference.memory import recompute
 from reference.nn.core.autograd import Backward, Context, Forward
 from reference.nn.core.context import BlockContext, ModuleContext
 from reference.nn.core.hook import Hook, ObservedContext, observed
-from reference.nn.core.observed import Observed
+from reference.nn.core.observed_quantizer import Observed
 from reference.ops.library import twin
 from reference.recipe import Recipe
 from reference.recipes.quantized import PER_TENSOR, Quantized

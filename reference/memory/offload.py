@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from reference.arguments import check_arguments
-from reference.memory.marks import is_marked, mark_not_offload
+from reference.memory.offload_marks import is_marked, mark_not_offload
 from reference.state.threads import here
 from reference.support.notice import say_once
 

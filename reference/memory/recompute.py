@@ -23,7 +23,7 @@ import torch.utils.checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
 from reference.arguments import check_arguments
-from reference.memory.unchanged import Reads
+from reference.memory.recompute_inputs import Reads
 from reference.state.autocast import OFF, AutocastState, current, restored
 from reference.state.threads import Thread, close, here
 

@@ -14,7 +14,7 @@ import reference as te
 from optimized.tapes import Player, player
 from reference.inspect import statistics
 from reference.nn.core import autograd, hook
-from reference.nn.core.observed import Observed
+from reference.nn.core.observed_quantizer import Observed
 
 BF16 = torch.bfloat16
 pytestmark = pytest.mark.usefixtures("same_player")

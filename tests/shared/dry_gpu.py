@@ -28,9 +28,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from optimized.cuda import ahead, launch, tensor_map
 from optimized.cuda import device as device_checks
-from optimized.tapes import calls, memory, player, relative, watch
+from optimized.cuda import launch, precompile, tensor_map
+from optimized.tapes import calls, memory, player, relocation, watch
 from optimized.tapes.collectives import Collective
 from optimized.tapes.launches import Copy, Launches
 from reference.nn.core import compiled
@@ -185,20 +185,20 @@ class DryGpu(contextlib.ExitStack):
 
         pretending(watch.Watch, "__torch_dispatch__")
         pretending(player.Player, "backward")
-        for owner in (calls, memory, relative):
+        for owner in (calls, memory, relocation):
             self.enter_context(mock.patch.object(owner, "storage_of", storage_of))
         for kind in (watch.TorchOp, watch.TorchOutOp, Collective):
             self.enter_context(mock.patch.object(kind, "play", called(kind.__name__)))
-        pretending(ahead.Dry, "__torch_dispatch__")
+        pretending(precompile.Dry, "__torch_dispatch__")
         self.enter_context(
-            mock.patch.object(ahead, "_Passes", type("Passes", (), {"idle": 0, "compiled": 0, "plain": set()}))
+            mock.patch.object(precompile, "_Passes", type("Passes", (), {"idle": 0, "compiled": 0, "plain": set()}))
         )
 
         def compile_missing(kernels: Sequence[launch.Kernel]) -> int:
             self.collected.append(set(kernels))
             return self.missing
 
-        self.enter_context(mock.patch.object(ahead, "compile_missing", compile_missing))
+        self.enter_context(mock.patch.object(precompile, "compile_missing", compile_missing))
         self.enter_context(mock.patch.object(torch._C, "_len_torch_dispatch_stack", return_value=0))
 
     # --- addresses ---------------------------------------------------------------------------------------

@@ -34,7 +34,6 @@ from reference.inspect.recorded_step.at_step import AtStep
 from reference.inspect.recorded_step.digest import digest
 from reference.inspect.recorded_step.file import Access, Op, Recording, Region
 from reference.inspect.recorded_step.modules import Modules
-from reference.inspect.recorded_step.named import named_tensors
 from reference.inspect.recorded_step.ops import (
     ALLOCATIONS,
     changed_by,
@@ -44,6 +43,7 @@ from reference.inspect.recorded_step.ops import (
     kind_of,
     tensors_of,
 )
+from reference.inspect.recorded_step.tensor_names import named_tensors
 from reference.random import get_state
 from reference.state import graph_seeds
 

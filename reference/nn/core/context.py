@@ -13,7 +13,7 @@ import torch
 
 from reference.float8.float8_tensor import Float8Tensor, dequantized, operand
 from reference.float8.quantized_tensor import QuantizedTensor
-from reference.memory.marks import mark_not_offload
+from reference.memory.offload_marks import mark_not_offload
 from reference.recipe import Recipe
 from reference.recipes.quantized import (
     Accumulation,

@@ -28,7 +28,7 @@ _SEAL = re.compile(rb'"seal":"([0-9a-f]{%d})"' % len(_UNSEALED))
 _LONGEST = 1 << 30  # bytes of a header
 
 
-class Sealed(NamedTuple):
+class CheckedFile(NamedTuple):
     """What is in a file: its tensors on the CPU, its metadata, and whether every byte of it has been checked."""
 
     tensors: dict[str, torch.Tensor]
@@ -104,7 +104,7 @@ def metadata(path: Path, what: str, version: str, written_by: str) -> tuple[dict
     return about, found is not None
 
 
-def read(path: Path, what: str, version: str, written_by: str) -> Sealed:
+def read(path: Path, what: str, version: str, written_by: str) -> CheckedFile:
     """Everything in a file; errors as in `metadata`, which name the entry that is damaged."""
     import safetensors
 
@@ -119,4 +119,4 @@ def read(path: Path, what: str, version: str, written_by: str) -> Sealed:
         for name, x in tensors.items():
             if zlib.crc32(_bytes(x)) != sums[name]:
                 raise files.Damaged(f"{path} is damaged, at {name!r}: its bytes are not those that were written.")
-    return Sealed(tensors, about, checked)
+    return CheckedFile(tensors, about, checked)

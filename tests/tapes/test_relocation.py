@@ -16,7 +16,7 @@ import reference as te
 from optimized.cuda import launch
 from optimized.tapes import Player, calls
 from optimized.tapes.launches import Copy, Launches
-from optimized.tapes.relative import Fixed, Relative, _integers
+from optimized.tapes.relocation import Fixed, Relative, _integers
 from reference.nn.core import autograd
 from reference.nn.transformer import halves
 
