@@ -94,7 +94,7 @@ def test_kernels_of_a_measured_forward_are_compiled_side_by_side() -> None:
     with DryGpu() as gpu:
         gpu.tapes()
         layer = optimized.Linear(64, 64, params_dtype=BF16)
-        compile_plain = gpu.enter_context(mock.patch.object(player.ahead, "compile_plain"))
+        compile_plain = gpu.enter_context(mock.patch.object(player.precompile, "compile_plain"))
         with te.collect_stats(layer, every=1), te.autocast():
             layer(torch.empty(32, 64, dtype=BF16, device="cuda"))
         ((_, _, _, context, _),) = (call.args for call in compile_plain.call_args_list)
