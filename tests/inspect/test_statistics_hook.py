@@ -123,7 +123,7 @@ def test_an_observed_quantizer_is_its_inner_one_to_everybody_else() -> None:
     step(layer)
     inner = next(iter(layer._precision.quantizers.values()))
     observed = Observed(inner, lambda *args: None)
-    assert (observed.kind, observed.dtype, observed.fp8) == (inner.kind, inner.dtype, inner.fp8)
+    assert (observed.key, observed.dtype, observed.fp8) == (inner.key, inner.dtype, inner.fp8)
     assert [*map(id, observed.tensors())] == [*map(id, inner.tensors())]
     assert [*map(id, observed.changes())] == [*map(id, inner.changes())]
     assert observed.scale(torch.ones(4, 32, dtype=BF16)).item() == inner.scale(torch.ones(4, 32, dtype=BF16)).item()

@@ -343,17 +343,17 @@ def test_what_is_played() -> None:
     assert plain.playable
     with te.autocast(recipe=RECIPE):
         assert context().playable
-        assert context().kind != plain.kind
+        assert context().key != plain.key
         assert not context(True).playable
         assert not context(False).playable
         layer(x, is_first_microbatch=True)
         assert context(False).playable
-        assert context(False).kind != context().kind
+        assert context(False).key != context().key
         cached = layer._store.casts["fc1_weight", te.DelayedScaling].row.codes
         assert any(t is cached for t in context(False).state(backward=False)[0])
         assert all(t is not cached for t in context(False).state(backward=True)[0])
     with te.autocast(enabled=False, calibrating=True):
-        assert context().kind != plain.kind
+        assert context().key != plain.key
         (history,) = context().state(backward=False)[1]
         assert history is layer.fp8_meta["scaling_fwd"].amax_history
     layer.fuse_wgrad_accumulation = True

@@ -50,7 +50,7 @@ class Wants(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """T, which gradients are wanted (`Wants`), the kind of the quantizers, the norm, whether it is returned."""
+    """T, which gradients are wanted (`Wants`), the key of the quantizers, the norm, whether it is returned."""
 
     dtype: torch.dtype
     needs: tuple[bool, ...]
@@ -225,6 +225,6 @@ class LayerNormLinear(LinearBase):
         bias = self.joined_bias()
         parameters = (self.layer_norm_weight, self.layer_norm_bias, self.joined_weight())
         tensors = (rows_of(inp), *parameters, None if self.return_bias else bias)
-        plan = Plan(dtype, wanted(*tensors), context.kind, norm_plan(self), self.return_layernorm_output)
+        plan = Plan(dtype, wanted(*tensors), context.key, norm_plan(self), self.return_layernorm_output)
         results = differentiable(forward, backward, plan, context, *tensors)
         return with_extras(self, inp, results, self.out_features, bias, dtype)

@@ -62,7 +62,7 @@ class Wants(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """T, which gradients are wanted (`Wants`), the quantizers' kinds, the settings."""
+    """T, which gradients are wanted (`Wants`), the quantizers' key, the settings."""
 
     dtype: torch.dtype
     needs: tuple[bool, ...]
@@ -90,7 +90,7 @@ class Saved(NamedTuple):
 
 def mlp_plan(layer: "LayerNormMLP", context: ModuleContext, dtype: torch.dtype, needs: tuple[bool, ...]) -> Plan:
     """The plan of a layer with its present settings."""
-    return Plan(dtype, needs, context.kind, norm_plan(layer), layer.activation_kind, layer.return_layernorm_output)
+    return Plan(dtype, needs, context.key, norm_plan(layer), layer.activation_kind, layer.return_layernorm_output)
 
 
 def hidden_forward(

@@ -39,7 +39,7 @@ class Wants(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """T, which gradients are wanted (`Wants`), the kind of the GEMM's quantizers."""
+    """T, which gradients are wanted (`Wants`), the key of the GEMM's quantizers."""
 
     dtype: torch.dtype
     needs: tuple[bool, ...]
@@ -294,7 +294,7 @@ class Linear(LinearBase):
         context = self.context(dtype, is_first_microbatch)
         bias = self.joined_bias()
         tensors = (rows_of(inp), self.joined_weight(), None if self.return_bias else bias)
-        plan = Plan(dtype, wanted(*tensors), context.kind)
+        plan = Plan(dtype, wanted(*tensors), context.key)
         out = differentiable(forward, backward, plan, context, *tensors)
         out = out.view(*inp.shape[:-1], self.out_features)
         if self.return_bias:

@@ -21,12 +21,12 @@ from reference.support.nested import Tensors
 
 
 class Plan(NamedTuple):
-    """T, whether the gradient is wanted, which ways are quantized, and the kind of the quantizers."""
+    """T, whether the gradient is wanted, which ways are quantized, and the key of the quantizers."""
 
     dtype: torch.dtype
     needs: tuple[bool, ...]
     ways: tuple[bool, bool]
-    kind: Hashable
+    gemms: Hashable
 
 
 def _tensor(x: Quantized, dtype: torch.dtype) -> torch.Tensor:
@@ -102,7 +102,7 @@ class Quantize(TransformerEngineBaseModule):
         if not any(self._ways) or not (context.fp8 or self.calibrates(context)):
             return input
         x = rows_of(input)
-        return differentiable(forward, backward, Plan(dtype, wanted(x), self._ways, context.kind), context, x).view(
+        return differentiable(forward, backward, Plan(dtype, wanted(x), self._ways, context.key), context, x).view(
             input.shape
         )
 
