@@ -134,10 +134,9 @@ def drop_forward(
 
 def drop_backward(plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor) -> Tensors:
     """dx, db, dresidual."""
-    (wants_x, wants_bias, wants_residual), grad = plan.needs, grad.contiguous()
-    wants_dx = wants_x or wants_bias
-    dx = grad if plan.p == 0 else twin.dropout_backward(grad, plan.p, saved.state) if wants_dx else None
-    return dx if wants_x else None, twin.dbias(dx) if wants_bias else None, grad if wants_residual else None
+    needs, grad = plan.needs, grad.contiguous()
+    dx = grad if plan.p == 0 else twin.dropout_backward(grad, plan.p, saved.state) if any(needs[:2]) else None
+    return dx if needs[0] else None, twin.dbias(dx) if needs[1] else None, grad if needs[2] else None
 
 
 def bias_dropout_add(
