@@ -13,7 +13,7 @@ import torch
 
 from reference import recipe
 from reference.arguments import check_arguments
-from reference.float8.float8_quantizer import KINDS, DType
+from reference.float8.float8_quantizer import TE_DTYPES, DType
 from reference.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format, Recipe
 from reference.state import model_init
 from reference.state.autocast import autocast, current, fp8_autocast
@@ -170,7 +170,7 @@ def get_fp8_torch_dtype(fp8_recipe: Recipe, fprop_tensor: bool = True) -> torch.
 def get_fp8_te_dtype(fp8_recipe: Recipe, fprop_tensor: bool = True) -> DType:
     """The format of `get_fp8_torch_dtype`, as a `te.DType`."""
     _check_recipe("get_fp8_te_dtype", fp8_recipe)
-    return KINDS[fp8_recipe.fp8_format.dtype(fprop_tensor)]
+    return TE_DTYPES[fp8_recipe.fp8_format.dtype(fprop_tensor)]
 
 
 def get_fp8_max(fp8_recipe: Recipe, fprop_tensor: bool = True) -> float:

@@ -123,7 +123,7 @@ class InBlocks(Quantizer):
 
     def __init__(self, dtype: torch.dtype, square: bool, dialect: str) -> None:
         self.dtype, self.square, self.dialect = dtype, square, dialect
-        self.kind = ("in blocks", dtype, square, dialect)
+        self.key = ("in blocks", dtype, square, dialect)
 
     def quantize(self, x: torch.Tensor, transpose: bool) -> Quantized:
         how, layout = (self.dtype, self.square, self.dialect, 0.0), SQUARES if self.square else ROWS

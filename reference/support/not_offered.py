@@ -13,7 +13,7 @@ from typing import Any, NoReturn, TypeVar
 
 from reference.support import older_names
 
-Kind = TypeVar("Kind", bound=type)
+Class = TypeVar("Class", bound=type)
 
 OPS = "each operation of te.ops is a plain module, and there is no operation fuser"
 RECIPES = "te.recipe has DelayedScaling, Float8CurrentScaling and Float8BlockScaling"
@@ -146,13 +146,13 @@ class _Absent:
         raise AttributeError(self.sentence, name=self.name, obj=owner if obj is None else obj)
 
 
-def without_methods(kind: Kind) -> Kind:
+def without_methods(cls: Class) -> Class:
     """Let a class that is no module say why it has not the methods of `METHODS`."""
-    for reason, names in METHODS[kind.__name__].items():
+    for reason, names in METHODS[cls.__name__].items():
         for name in names.split():
-            text = f"{kind.__name__}.{name} is not offered by Twin Engine: {reason}."
-            setattr(kind, name, _Absent(name, text))
-    return kind
+            text = f"{cls.__name__}.{name} is not offered by Twin Engine: {reason}."
+            setattr(cls, name, _Absent(name, text))
+    return cls
 
 
 class _Finder(importlib.abc.MetaPathFinder):

@@ -80,7 +80,7 @@ def of_offload(given: dict[str, Any]) -> Any:
 def of_recompute(given: dict[str, Any]) -> Any:
     context = activation_recompute_forward(**given)
     with context:
-        return bool(te.recompute.here().recording), bool(te.recompute.here().replaying)
+        return bool(te.recompute.here().first_runs), bool(te.recompute.here().recomputations)
 
 
 def of_rotation(given: dict[str, Any]) -> Any:

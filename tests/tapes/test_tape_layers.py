@@ -1,4 +1,4 @@
-"""Layers replayed from tapes on a pretended GPU: the launches of a plain run, in memory that nothing else needs."""
+"""Layers played from tapes on a pretended GPU: the launches of a plain run, in memory that nothing else needs."""
 
 import contextlib
 import re
@@ -10,7 +10,7 @@ from shared.dry_gpu import DryGpu
 
 import optimized
 import reference as te
-from optimized.replay import Player, calls
+from optimized.tapes import Player, calls
 from reference.nn.core import autograd
 from reference.nn.transformer import halves
 
@@ -50,9 +50,9 @@ class Steps:
                 layer.zero_grad(set_to_none=True)
                 x.grad = y = None
                 self.lines.append(gpu.lines.copy())
-                self.hits.append([kind.hits for kind in calls._kinds.values()])
+                self.hits.append([group.hits for group in calls._groups.values()])
                 self.changed.append([now > then for now, then in zip(versions(layer), before, strict=False)])
-            self.kinds = list(calls._kinds.values()) if tapes else []
+            self.groups = list(calls._groups.values()) if tapes else []
             self.gpu = gpu
 
 
@@ -71,14 +71,14 @@ def launches(lines: list[str]) -> list[str]:
 @pytest.mark.parametrize("small", [0, halves.SMALL], ids=["two nodes", "one node"])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("mode", MODES)
-def test_a_layer_is_replayed(mode: str, dropout: float, small: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_is_played(mode: str, dropout: float, small: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(halves, "SMALL", small)
     options = {"hidden_dropout": dropout, "attention_dropout": dropout}
     plain, taped = Steps(False, mode, **options), Steps(True, mode, **options)
-    assert all(kind.usable for kind in taped.kinds)
+    assert all(group.usable for group in taped.groups)
     # In the last step everything comes from a calls.
     assert all(now == before + 1 for before, now in zip(*taped.hits[-2:], strict=True))
-    assert len(taped.kinds) == (2 if small else 4) + (2 if mode != "bf16" else 0)  # updates of scales are replayed, too
+    assert len(taped.groups) == (2 if small else 4) + (2 if mode != "bf16" else 0)  # updates of scales are played, too
     assert {line.split()[0] for line in taped.lines[-1] if re.match(r"(again )?\w+\.\w+ \[", line)} == {"again"}
     assert taped.changed[1:] == plain.changed[1:]
     assert any(taped.changed[-1]) == (mode != "bf16")
@@ -135,7 +135,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("mode", ["bf16", "fp8"])
 @pytest.mark.parametrize("option", OPTIONS)
-def test_an_option_of_attention_is_replayed(option: str, mode: str) -> None:
+def test_an_option_of_attention_is_played(option: str, mode: str) -> None:
     settings, makes = OPTIONS[option]
 
     def call() -> dict[str, Any]:
@@ -143,30 +143,30 @@ def test_an_option_of_attention_is_replayed(option: str, mode: str) -> None:
 
     shared = {"hidden_dropout": 0.1, "attention_dropout": 0.1, **settings, "call": call, "count": 4}
     plain, taped = Steps(False, mode, **shared), Steps(True, mode, **shared)
-    assert all(kind.usable for kind in taped.kinds)
+    assert all(group.usable for group in taped.groups)
     assert all(now == before + 1 for before, now in zip(*taped.hits[-2:], strict=True))
     assert [len(launches(lines)) for lines in taped.lines] == [len(launches(lines)) for lines in plain.lines]
 
 
 @pytest.mark.parametrize("fp8", [False, True])
-def test_a_layer_with_grouped_queries_in_one_weight_is_replayed(fp8: bool) -> None:
+def test_a_layer_with_grouped_queries_in_one_weight_is_played(fp8: bool) -> None:
     """Its queries are copied out of the groups."""
     options = {"num_gqa_groups": 2, "hidden_dropout": 0.0, "attention_dropout": 0.0}
     taped = Steps(True, "fp8" if fp8 else "bf16", **options)
-    assert all(kind.usable for kind in taped.kinds)
+    assert all(group.usable for group in taped.groups)
     assert all(now == before + 1 for before, now in zip(*taped.hits[-2:], strict=True))
 
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("layout", ["sbhd", "bshd"])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_a_layer_with_attention_in_fp8_is_replayed(dropout: float, layout: str) -> None:
-    """Of keys whose number is no multiple of 4 the op makes a copy with room for more, which is not replayed."""
+def test_a_layer_with_attention_in_fp8_is_played(dropout: float, layout: str) -> None:
+    """Of keys whose number is no multiple of 4 the op makes a copy with room for more, which is not played."""
     options: dict[str, Any] = {"hidden_dropout": dropout, "attention_dropout": dropout, "attn_input_format": layout}
     options["shape"] = (40, 2) if layout == "sbhd" else (2, 40)
     recipe = te.DelayedScaling(fp8_dpa=True)
     plain, taped = (Steps(tapes, "fp8", recipe=recipe, **options) for tapes in (False, True))
-    assert all(kind.usable for kind in taped.kinds)
+    assert all(group.usable for group in taped.groups)
     assert all(now == before + 1 for before, now in zip(*taped.hits[-2:], strict=True))
     for kernel in ("attention_fp8.attention_fp8 ", "attention_fp8_backward.attention_dequantize "):
         assert any(line.startswith(f"again {kernel}") for line in taped.lines[-1])
@@ -183,7 +183,7 @@ def test_who_takes_saved_tensors_elsewhere_gets_tensors() -> None:
 
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x)
     steps = Steps(True, "bf16", 3, hooks)
-    assert steps.kinds == []
+    assert steps.groups == []
     assert {x.dtype for x in seen} >= {BF16, torch.float32}  # an arena would be bytes
 
 
@@ -191,9 +191,9 @@ def test_another_mode_that_watches_ops_sees_them() -> None:
     """As long as it is there, no tape is recorded."""
     with DryGpu() as gpu:  # is such a mode
         layer = optimized.Linear(64, 64, params_dtype=BF16)
-        before = len(calls._kinds)
+        before = len(calls._groups)
         for _ in range(3):
             layer(torch.empty(32, 64, dtype=BF16, device="cuda"))
-        assert len(calls._kinds) == before
+        assert len(calls._groups) == before
         assert len([line for line in gpu.lines if line.startswith("gemm.gemm [")]) == 3
     assert isinstance(autograd.player, Player)

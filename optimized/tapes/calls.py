@@ -1,9 +1,9 @@
 """Which calls agree, and their tapes: the one cache of launches.
 
-    the first call of a kind   runs, and the sizes of its arena, its scratch and its results are measured
-    the second                 runs, with its tensors placed there, and is recorded
-    a later call               is replayed from the tape at these addresses, which is moved there if it is not known;
-                               a call that no tape serves is recorded
+    the first call of a group   runs, and the sizes of its arena, its scratch and its results are measured
+    the second                  runs, with its tensors placed there, and is recorded
+    a later call                plays the tape at these addresses, which is moved there if it is not known;
+                                a call that no tape serves is recorded
 
 A tape holds no memory. What a call saves for backward lies in one tensor, the arena, and its temporaries in another,
 the scratch; both are allocated at each call. PyTorch's allocator gives the steps of a training loop the same addresses.
@@ -20,25 +20,25 @@ from typing import Any
 import torch
 
 from optimized.cuda import launch
-from optimized.replay.launches import Launches
-from optimized.replay.memory import ARENA, FIRST, SCRATCH, Place, Results, arrange, place_of, storage_of
-from optimized.replay.relative import Fixed, Relative
-from optimized.replay.watch import Record, Watch
+from optimized.tapes.launches import Launches
+from optimized.tapes.memory import ARENA, FIRST, SCRATCH, Place, Results, arrange, place_of, storage_of
+from optimized.tapes.relocation import Fixed, Relative
+from optimized.tapes.watch import Record, Watch
 from reference.support.nested import Tensors
 
 LARGEST = 448 << 20
-MOST_KINDS, MOST_TAPES = 4096, 256  # kinds (a layer takes up to four for each length), and tapes of one kind
+MOST_GROUPS, MOST_TAPES = 4096, 256  # groups (a layer takes up to four for each length), and tapes of one group
 MOST_MISSES = 4096  # by how many misses may outnumber hits
-MOST_MOVED = 4096  # tapes of all kinds that were moved: some 15 KB each
+MOST_MOVED = 4096  # tapes of all groups that were moved: some 15 KB each
 
 Function = Callable[[], tuple[Tensors, Tensors]]  # results, and what is saved for backward
 
 
-class Kind:
+class CallGroup:
     """Calls that agree in all but addresses.
 
     Attributes:
-        usable: whether such a call can be replayed.
+        usable: whether such a call can be played from a tape.
         results: how its results are allocated.
         places: where each allocation lies, in their order.
         form: how the player puts together what was saved (`reference.support.nested`).
@@ -48,7 +48,7 @@ class Kind:
         tapes: by all addresses.
         recorded: whether a tape has been.
         relative: the tape that was recorded last, for other addresses; None if it serves its own only.
-        hits, misses: how many calls were replayed, and how many were recorded.
+        hits, misses: how many calls were played, and how many were recorded.
     """
 
     def __init__(self) -> None:
@@ -97,8 +97,8 @@ class Kind:
         if tape is not None:
             if counts.moved >= MOST_MOVED:
                 counts.moved = 0
-                for kind in _kinds.values():
-                    kind.tapes.clear()
+                for group in _groups.values():
+                    group.tapes.clear()
             self.keep(addresses, tape)
             self.hits += 1
             counts.hits += 1
@@ -156,7 +156,7 @@ class Kind:
 
 
 class Counts:
-    """Calls of all kinds."""
+    """Calls of all groups."""
 
     def __init__(self) -> None:
         self.misses = self.hits = self.moved = 0
@@ -167,13 +167,13 @@ class Counts:
 
 
 counts = Counts()
-_kinds: dict[Any, Kind] = {}
+_groups: dict[Any, CallGroup] = {}
 
 
-def _keep(key: Any, kind: Kind) -> None:
-    if len(_kinds) >= MOST_KINDS:
-        _kinds.clear()
-    _kinds[key] = kind
+def _keep(key: Any, group: CallGroup) -> None:
+    if len(_groups) >= MOST_GROUPS:
+        _groups.clear()
+    _groups[key] = group
 
 
 def _address(x: torch.Tensor | None) -> int:
@@ -191,47 +191,47 @@ def play(
     inputs: Tensors,
     state: Sequence[torch.Tensor],
     before_first: Callable[[], None] | None = None,
-) -> tuple[Tensors, Tensors, Kind | None]:
-    """Run or replay the function that `prepare` gives: its results, what it saved, and its kind or None.
+) -> tuple[Tensors, Tensors, CallGroup | None]:
+    """Run the function that `prepare` gives, or play its tape: its results, what it saved, and its group or None.
 
-    With a kind, what it saved is in the form of `Kind.saved`.
+    With a group, what it saved is in the form of `CallGroup.saved`.
 
     Args:
         prepare: makes the function.
         key: everything that its launches depend on, except addresses.
         inputs: what it reads; the first is a tensor.
         state: what else it reads or changes.
-        before_first: called before the first call of a kind runs.
+        before_first: called before the first call of a group runs.
     """
-    kind = _kinds.get(key)
-    if kind is None:
+    group = _groups.get(key)
+    if group is None:
         if counts.enough():
             return *prepare()(), None
         if before_first is not None:
             before_first()
         counts.misses += 1
-        kind = Kind()
-        results, saved = kind.measure(prepare())  # if this fails, the next call is a first one again
-        _keep(key, kind)
+        group = CallGroup()
+        results, saved = group.measure(prepare())  # if this fails, the next call is a first one again
+        _keep(key, group)
         return results, saved, None
-    if not kind.usable:
+    if not group.usable:
         return *prepare()(), None
     device: torch.device = inputs[0].device  # type: ignore[union-attr]
-    results, owners = kind.results.allocate(device)
-    sources = [kind.allocate(ARENA, device), kind.allocate(SCRATCH, device), *inputs, *state]
+    results, owners = group.results.allocate(device)
+    sources = [group.allocate(ARENA, device), group.allocate(SCRATCH, device), *inputs, *state]
     tensors = [x for x in (*owners, *sources) if x is not None]
     addresses = tuple([x.data_ptr() for x in tensors])
-    tape = kind.tape(addresses) or kind.moved(addresses, tensors)
+    tape = group.tape(addresses) or group.moved(addresses, tensors)
     if tape is not None:
-        tape.replay(device.index)
+        tape.play(device.index)
     elif counts.enough():
         del results, owners, sources, tensors
         return *prepare()(), None
     else:
-        found, saved = kind.record(prepare(), results, sources, tensors, addresses)
-        if not kind.usable:
+        found, saved = group.record(prepare(), results, sources, tensors, addresses)
+        if not group.usable:
             return found, saved, None
-    return results, kind.saved((*sources, *results)), kind
+    return results, group.saved((*sources, *results)), group
 
 
 def relaunch(key: Any, tensors: Sequence[torch.Tensor], run: Callable[[], None]) -> None:
@@ -249,16 +249,16 @@ def relaunch(key: Any, tensors: Sequence[torch.Tensor], run: Callable[[], None])
         return
     key = (key, *specification(tensors))
     addresses = tuple([x.data_ptr() for x in tensors])
-    kind = _kinds.get(key)
-    tape = None if kind is None else kind.tape(addresses)
+    group = _groups.get(key)
+    tape = None if group is None else group.tape(addresses)
     if tape is not None:
-        tape.replay(tensors[0].device.index)
+        tape.play(tensors[0].device.index)
     elif counts.enough():
         run()
     else:
         launches = Launches()
         with launch.recording(launches):
             run()
-        if kind is None:
-            _keep(key, kind := Kind())
-        kind.add(addresses, launches)
+        if group is None:
+            _keep(key, group := CallGroup())
+        group.add(addresses, launches)

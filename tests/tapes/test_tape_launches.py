@@ -14,8 +14,8 @@ import torch
 from shared.driver_stub import STREAM, Cuda, arguments
 
 from optimized.cuda import launch
-from optimized.replay import launches
-from optimized.replay.launches import Copy, Launches
+from optimized.tapes import launches
+from optimized.tapes.launches import Copy, Launches
 
 
 def test_recorded_launches_keep_their_own_arguments(cuda: Cuda) -> None:
@@ -28,11 +28,11 @@ def test_recorded_launches_keep_their_own_arguments(cuda: Cuda) -> None:
     launch.launch(kernel, (5,), (32,), [np.int32(3), launch.by_value(struct)], device=0)
     assert [len(one._entries) for one in (outer, inner)] == [1, 1]
     cuda.calls.clear()
-    outer.replay(0)
+    outer.play(0)
     (again,) = cuda.of("launch")
     assert again[:10] == ("launch", 1001, 3, 1, 1, 32, 1, 1, 16, STREAM)
     assert arguments(again[10], ctypes.c_int32, ctypes.c_int32) == [1, 41]
-    inner.replay(0)
+    inner.play(0)
     assert cuda.calls[-1][1] == ((4, 1, 1, 32, 1, 1), 0, STREAM, 1, 6, 1)
     assert arguments(cuda.calls[-1][3], ctypes.c_int32, ctypes.c_int32) == [2, 42]
 
@@ -40,7 +40,7 @@ def test_recorded_launches_keep_their_own_arguments(cuda: Cuda) -> None:
 def test_a_copy_is_made_on_the_stream(cuda: Cuda) -> None:
     copy = Copy(1 << 20, 1 << 21, 4096)
     assert copy.capturable
-    copy.replay(77)
+    copy.play(77)
     assert cuda.calls == [("copy", 1 << 20, 1 << 21, 4096, 3, 77)]
 
 
@@ -50,7 +50,7 @@ class Entry:
     def __init__(self, cuda: Cuda, capturable: bool = True) -> None:
         self.cuda, self.capturable = cuda, capturable
 
-    def replay(self, stream: int) -> None:
+    def play(self, stream: int) -> None:
         self.cuda.calls.append(("again", stream))
 
 
@@ -91,12 +91,12 @@ def test_the_third_time_they_become_a_graph(capture: Cuda) -> None:
     for _ in range(3):
         tape.append(Entry(capture))
     for _ in range(2):
-        tape.replay(0)
+        tape.play(0)
         assert capture.of("again")[-3:] == [("again", STREAM)] * 3
         assert not capture.of("graph", "begin")
     launches._retired.append("old graph")
     capture.calls.clear()
-    tape.replay(0)
+    tape.play(0)
     assert capture.calls == [
         ("device", 0),
         ("new stream", True),
@@ -111,16 +111,16 @@ def test_the_third_time_they_become_a_graph(capture: Cuda) -> None:
     ]
     assert launches._retired == []
     capture.calls.clear()
-    tape.replay(0)
+    tape.play(0)
     assert capture.calls == [("device", 0), ("graph", "graph", STREAM)]
     # It belongs to its stream, and no capture of another's can hold it.
     capture.calls.clear()
     capture.capturing = True
-    tape.replay(0)
+    tape.play(0)
     assert not capture.of("graph")
     capture.capturing = False
     tape._stream += 1
-    tape.replay(0)
+    tape.play(0)
     assert capture.of("again") == [("again", STREAM)] * 6
     assert not capture.of("graph")
     # Where it may be destroyed, it is.
@@ -137,14 +137,14 @@ def test_what_never_becomes_a_graph(capture: Cuda) -> None:
     for capturable in (True, False, True):
         foreign.append(Entry(capture, capturable))
     for _ in range(6):
-        two.replay(0)
-        foreign.replay(0)
+        two.play(0)
+        foreign.play(0)
     capture.capturing = True
     captured = Launches()
     for _ in range(3):
         captured.append(Entry(capture))
     for _ in range(6):
-        captured.replay(0)
+        captured.play(0)
     assert not capture.of("graph", "begin")
     assert len(capture.of("again")) == 6 * (2 + 3 + 3)
     del two
@@ -157,7 +157,7 @@ def test_launches_on_another_device(capture: Cuda) -> None:
     for _ in range(5):
         tape.append(Entry(capture))
     for _ in range(3):
-        tape.replay(1)
+        tape.play(1)
     assert len(capture.of("again")) == 3 * 5
     assert capture.of("device") == [("device", 1), ("device", 0)] * 3
     assert capture.of("attach") == [("attach", 1)]
@@ -167,17 +167,17 @@ def test_launches_on_another_device(capture: Cuda) -> None:
 
 def test_a_capture_that_fails_ends(capture: Cuda) -> None:
     class Fails(Entry):
-        def replay(self, stream: int) -> None:
+        def play(self, stream: int) -> None:
             if stream == 0xCA9:
                 raise RuntimeError("no")
 
     tape = Launches()
     for _ in range(3):
         tape.append(Fails(capture))
-    tape.replay(0)
-    tape.replay(0)
+    tape.play(0)
+    tape.play(0)
     with pytest.raises(RuntimeError, match="no"):
-        tape.replay(0)
+        tape.play(0)
     assert capture.of("begin", "end") == [("begin", 2), ("end",)]
     assert tape._graph is None
 

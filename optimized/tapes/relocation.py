@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from optimized.cuda import launch, tensor_map
-from optimized.replay.launches import Launches
-from optimized.replay.memory import storage_of
+from optimized.tapes.launches import Launches
+from optimized.tapes.memory import storage_of
 
 _WORD, _STRUCT, _MAP = 8, 64, 128  # bytes of a scalar, of what a struct starts at a multiple of, of a tensor map
 _REMAINDER = 15  # of an address, in a mask

@@ -12,7 +12,7 @@ from shared.dry_gpu import DryGpu
 
 import optimized
 import reference as te
-from optimized.cuda import ahead, compiler, launch
+from optimized.cuda import compiler, launch, precompile
 from reference.memory import recompute
 from reference.nn.core import autograd
 from reference.nn.core.context import BlockContext
@@ -22,7 +22,11 @@ from reference.nn.transformer import halves
 from reference.support import notice
 
 BF16 = torch.bfloat16
-SMALL_KERNELS: list[ahead.Configuration] = [("norm_total", {"WIDE": 1}), ("amax", {"WIDE": 1}), ("amax", {"WIDE": 2})]
+SMALL_KERNELS: list[precompile.Configuration] = [
+    ("norm_total", {"WIDE": 1}),
+    ("amax", {"WIDE": 1}),
+    ("amax", {"WIDE": 2}),
+]
 
 
 @pytest.fixture
@@ -108,7 +112,7 @@ def test_one_dry_pass_for_each_shape() -> None:
 
 @pytest.mark.parametrize("small", [0, halves.SMALL], ids=["two pairs", "one pair"])
 def test_microbatches(small: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Never replayed, or not at first; a later one reads weights that the first has cast."""
+    """Never played, or not at first; a later one reads weights that the first has cast."""
     monkeypatch.setattr(halves, "SMALL", small)
     with DryGpu() as gpu:
         gpu.tapes()
@@ -142,7 +146,7 @@ def calibrated(layer: Any) -> None:
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("run", [masked, adding, rotated, calibrated])
 @pytest.mark.parametrize("small", [0, halves.SMALL], ids=["two pairs", "one pair"])
-def test_calls_that_are_not_replayed(run: Any, small: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_that_are_not_played(run: Any, small: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(halves, "SMALL", small)
     with DryGpu() as gpu:
         gpu.tapes()
@@ -174,21 +178,21 @@ class Other(torch.Tensor):
     """What a sharded parameter is: a tensor that sees what is done with it."""
 
 
-def test_calls_that_are_not_replayed_are_told_apart_by_their_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ahead, "MOST_PLAIN", 2)
+def test_calls_that_are_not_played_are_told_apart_by_their_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(precompile, "MOST_PLAIN", 2)
     seen: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(ahead, "compile_pair", lambda *given: seen.append(given))
+    monkeypatch.setattr(precompile, "compile_pair", lambda *given: seen.append(given))
     with DryGpu() as gpu:
         gpu.tapes()
-        monkeypatch.setattr(ahead._Passes, "plain", set())
+        monkeypatch.setattr(precompile._Passes, "plain", set())
         plan, context = linear.Plan(BF16, (True, True), ()), BlockContext()
         x, w, v = (torch.empty(n, 8, dtype=BF16, device="cuda") for n in (4, 5, 6))
         for tensors in ((x, w), (x, w), (x, v), (x, w), (x, None), (x, w)):
-            ahead.compile_plain(step, step, plan, context, tensors)
+            precompile.compile_plain(step, step, plan, context, tensors)
         assert [given[4][1] for given in seen] == [w, v, None, w]
-        ahead.compile_plain(step, step, plan, context, (None, w))
-        ahead.compile_plain(step, step, plan, context, (x, w.as_subclass(Other)))
-    ahead.compile_plain(step, step, plan, context, (torch.empty(4, 8), w))
+        precompile.compile_plain(step, step, plan, context, (None, w))
+        precompile.compile_plain(step, step, plan, context, (x, w.as_subclass(Other)))
+    precompile.compile_plain(step, step, plan, context, (torch.empty(4, 8), w))
     assert len(seen) == 4
 
 
@@ -217,7 +221,7 @@ def test_a_dry_pass_launches_and_changes_nothing(
 ) -> None:
     monkeypatch.setattr(halves, "SMALL", small)
     looks: list[tuple[Any, ...]] = []
-    collect = ahead.collect
+    collect = precompile.collect
 
     def look() -> None:
         versions = [x._version for x in state_of(layer)]
@@ -228,7 +232,7 @@ def test_a_dry_pass_launches_and_changes_nothing(
         collect(*given)
         look()
 
-    monkeypatch.setattr(ahead, "collect", watched)
+    monkeypatch.setattr(precompile, "collect", watched)
     with DryGpu() as gpu:
         gpu.tapes()
         options: Any = {"attention_backend": backend, "fuse_wgrad_accumulation": adds, "fuse_qkv_params": True}
@@ -243,7 +247,7 @@ def test_a_dry_pass_launches_and_changes_nothing(
 def test_of_pytorchs_ops_only_views_run_dry() -> None:
     x, generator = torch.arange(6.0).view(2, 3), torch.get_rng_state()
     before = x.clone()
-    with ahead.Dry():
+    with precompile.Dry():
         assert x.t().data_ptr() == x.data_ptr()
         assert x.zero_() is x
         assert x[0].copy_(x[1]).data_ptr() == x.data_ptr()
@@ -266,7 +270,7 @@ def test_a_dry_pass_that_fails_leaves_the_word_to_the_run(monkeypatch: pytest.Mo
     def fails(*args: Any) -> None:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(ahead, "collect", fails)
+    monkeypatch.setattr(precompile, "collect", fails)
     with DryGpu() as gpu:
         gpu.tapes()
         step(transformer())
@@ -275,7 +279,7 @@ def test_a_dry_pass_that_fails_leaves_the_word_to_the_run(monkeypatch: pytest.Mo
 
 
 def test_dry_passes_end_where_everything_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ahead, "MOST_IDLE", 3)
+    monkeypatch.setattr(precompile, "MOST_IDLE", 3)
     monkeypatch.setattr(compiler, "compiled", [])
     with DryGpu() as gpu:
         gpu.tapes()
@@ -298,32 +302,32 @@ def test_plain_runs_have_no_use_for_the_other_function() -> None:
 # --- compiling side by side -----------------------------------------------------------------------------------
 
 
-def kernels(*configurations: ahead.Configuration) -> list[launch.Kernel]:
+def kernels(*configurations: precompile.Configuration) -> list[launch.Kernel]:
     return [launch.Kernel(kernel, "f", dict(macros), 0, -1) for kernel, macros in configurations]
 
 
 def test_what_is_missing_is_compiled_once(own_cache: None) -> None:
-    assert ahead.missing(SMALL_KERNELS) == SMALL_KERNELS
-    assert ahead.compile_missing(kernels(*SMALL_KERNELS, *SMALL_KERNELS)) == 3
+    assert precompile.missing(SMALL_KERNELS) == SMALL_KERNELS
+    assert precompile.compile_missing(kernels(*SMALL_KERNELS, *SMALL_KERNELS)) == 3
     assert len(compiler.compiled) == 3
-    assert ahead.missing(SMALL_KERNELS) == []
-    assert ahead.compile_missing(kernels(*SMALL_KERNELS)) == 0
+    assert precompile.missing(SMALL_KERNELS) == []
+    assert precompile.compile_missing(kernels(*SMALL_KERNELS)) == 0
     assert len(compiler.compiled) == 3
 
 
 def test_one_kernel_is_left_to_its_launch_and_a_loaded_one_is_not_asked_for(own_cache: None) -> None:
-    assert ahead.compile_missing(kernels(*SMALL_KERNELS[:1])) == 1
+    assert precompile.compile_missing(kernels(*SMALL_KERNELS[:1])) == 1
     assert compiler.compiled == []
     loaded = kernels(*SMALL_KERNELS)
     for one in loaded:
         one._handles[0] = 1
-    assert ahead.compile_missing(loaded) == 0
+    assert precompile.compile_missing(loaded) == 0
 
 
 def test_what_cannot_be_stored_is_not_missing(own_cache: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler.files, "keep", lambda *given: False)
-    ahead.build(SMALL_KERNELS, 2, lambda: None)
-    assert ahead.missing(SMALL_KERNELS) == []
+    precompile.build(SMALL_KERNELS, 2, lambda: None)
+    assert precompile.missing(SMALL_KERNELS) == []
 
 
 @pytest.fixture
@@ -347,19 +351,21 @@ def test_they_run_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     together = threading.Barrier(3, timeout=30)  # each waits until three run at once
     monkeypatch.setattr(compiler, "build", lambda *given, **more: together.wait())
     done: list[int] = []
-    ahead.build([(str(i), {}) for i in range(6)], 3, lambda: done.append(threading.get_ident()))
+    precompile.build([(str(i), {}) for i in range(6)], 3, lambda: done.append(threading.get_ident()))
     assert done == [threading.get_ident()] * 6
 
 
 def test_a_refusal_is_raised_and_the_rest_is_not_begun(compilations: list[str]) -> None:
     with pytest.raises(compiler.CompileError, match="bad does not compile"):
-        ahead.build([("bad", {}), *[(str(i), {}) for i in range(500)]], 1, lambda: None)
+        precompile.build([("bad", {}), *[(str(i), {}) for i in range(500)]], 1, lambda: None)
     assert len(compilations) < 500
 
 
 def test_the_longest_begin_first(compilations: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ahead, "cores", lambda: 1)
-    ahead.compile_missing(kernels(("cast", {}), ("gemm_fp8", {}), ("amax", {}), ("gemm_fp8_fused", {}), ("gemm", {})))
+    monkeypatch.setattr(precompile, "cores", lambda: 1)
+    precompile.compile_missing(
+        kernels(("cast", {}), ("gemm_fp8", {}), ("amax", {}), ("gemm_fp8_fused", {}), ("gemm", {}))
+    )
     assert compilations == ["gemm_fp8_fused", "gemm", "gemm_fp8", "cast", "amax"]
 
 
@@ -372,7 +378,7 @@ def test_one_line_says_what_takes_long(
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)
     flush = sys.stderr.flush
     monkeypatch.setattr(sys.stderr, "flush", lambda: (flush(), shown.set()))
-    with ahead._announced(12, 4) as done:
+    with precompile._announced(12, 4) as done:
         assert shown.wait(30)
         done()
         done()
@@ -385,14 +391,14 @@ def test_one_line_says_what_takes_long(
 
 
 def test_what_takes_a_moment_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    with ahead._announced(12, 4) as done:
+    with precompile._announced(12, 4) as done:
         done()
     assert capsys.readouterr().err == ""
 
 
 def test_cores_are_those_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ahead.os, "sched_getaffinity", lambda pid: {3, 5, 7}, raising=False)
-    assert ahead.cores() == 3
-    monkeypatch.delattr(ahead.os, "sched_getaffinity")
-    monkeypatch.setattr(ahead.os, "cpu_count", lambda: None)
-    assert ahead.cores() == 1
+    monkeypatch.setattr(precompile.os, "sched_getaffinity", lambda pid: {3, 5, 7}, raising=False)
+    assert precompile.cores() == 3
+    monkeypatch.delattr(precompile.os, "sched_getaffinity")
+    monkeypatch.setattr(precompile.os, "cpu_count", lambda: None)
+    assert precompile.cores() == 1

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from optimized.cuda import ahead
-from optimized.replay.calls import Function, Kind, play, specification
+from optimized.cuda import precompile
+from optimized.tapes.calls import CallGroup, Function, play, specification
 from reference.nn.core import autograd
 from reference.support.nested import Tensors, flatten, rebuild
 
@@ -17,7 +17,7 @@ class Player(autograd.Plain):
     """What `optimized` registers in `reference.nn.core.autograd`, in place of `Plain`, which always runs a pair."""
 
     def prepare(self, pair: Any, plan: Any, context: Any, tensors: Tensors, backward: Any) -> None:
-        ahead.compile_plain(pair, backward, plan, context, tensors)
+        precompile.compile_plain(pair, backward, plan, context, tensors)
 
     def forward(self, pair: Any, plan: Any, context: Any, tensors: Tensors, backward: Any) -> tuple[Any, Tensors, Any]:
         # Hooks that move what is saved (offloading) or compare it (checkpoint) get tensors, not arenas.
@@ -28,7 +28,7 @@ class Player(autograd.Plain):
         if not _PLAIN.issuperset(map(type, tensors)):
             inputs, form = flatten(tensors)
         # A pair without a module is a single op, which launches as fast by itself.
-        if plain or not context.modules or not context.replayable or not _PLAIN.issuperset(map(type, inputs)):
+        if plain or not context.modules or not context.playable or not _PLAIN.issuperset(map(type, inputs)):
             self.prepare(pair, plan, context, tensors, backward)
             return super().forward(pair, plan, context, tensors, backward)
         state, changed = context.state(backward=False)
@@ -41,33 +41,33 @@ class Player(autograd.Plain):
             ran.append(of_saved)
             return (out if isinstance(out, tuple) else (out,)), flat
 
-        compile_both = functools.partial(ahead.compile_pair, pair, backward, plan, context, tensors)
+        compile_both = functools.partial(precompile.compile_pair, pair, backward, plan, context, tensors)
         key = (pair, plan, form, tensors[0].device.index, *specification(inputs), *specification(context.reads))  # type: ignore[union-attr]
-        out, saved, kind = play(lambda: run, key, inputs, state, compile_both)
+        out, saved, group = play(lambda: run, key, inputs, state, compile_both)
         out = out if len(out) > 1 else out[0]  # type: ignore[assignment]
-        if kind is None:
+        if group is None:
             return out, saved, ran[0]
         if ran:
-            kind.form = ran[0]
+            group.form = ran[0]
         if changed:
             torch.autograd.graph.increment_version(changed)
-        return out, saved, kind
+        return out, saved, group
 
     def backward(self, pair: Any, plan: Any, context: Any, saved: Tensors, grads: Tensors, note: Any) -> Tensors:
-        if not isinstance(note, Kind):
+        if not isinstance(note, CallGroup):
             return super().backward(pair, plan, context, saved, grads, note)
-        kind = note
+        group = note
 
         def prepare() -> Function:
-            found = rebuild(kind.form, kind.found(saved))
+            found = rebuild(group.form, group.found(saved))
             return lambda: (pair(plan, context, found, *grads), ())
 
         if torch._C._len_torch_dispatch_stack() or not context.settled:
             return prepare()()[0]
         state, changed = context.state(backward=True)
-        # The kind stands for the plan, and for the shapes and dtypes of what was saved.
-        key = (pair, kind, *specification(grads))
-        results, _, replayed = play(prepare, key, (*grads, *saved), state)
-        if replayed is not None and changed:
+        # The group stands for the plan, and for the shapes and dtypes of what was saved.
+        key = (pair, group, *specification(grads))
+        results, _, played = play(prepare, key, (*grads, *saved), state)
+        if played is not None and changed:
             torch.autograd.graph.increment_version(changed)
         return results

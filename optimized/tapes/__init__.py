@@ -1,4 +1,4 @@
-"""Replay: a layer's kernels are launched again without running its Python.
+"""Tapes: a layer's kernels are launched again without running its Python.
 
 The launches of a pair of functions (`reference.nn.core.autograd`) follow from its plan and from the shapes, dtypes and
 addresses of its tensors. So a call that agrees in all of them with an earlier one makes the same launches, and a loop
@@ -9,16 +9,16 @@ the layer's Python, which dominates small layers.
     memory.py    where its tensors lie
     launches.py  a tape: its launches, which are made again one by one or as a CUDA graph
     collectives.py  a collective of torch.distributed on it
-    relative.py  a tape at other addresses
+    relocation.py  a tape at other addresses
     calls.py     which calls agree: the one cache of tapes
     player.py    runs the pairs of `reference.nn.core.autograd`
 
-docs/replay.md explains it as a whole.
+docs/tapes.md explains it as a whole.
 """
 
-from optimized.replay.calls import relaunch
-from optimized.replay.collectives import collective
-from optimized.replay.launches import Launches
-from optimized.replay.player import Player
+from optimized.tapes.calls import relaunch
+from optimized.tapes.collectives import collective
+from optimized.tapes.launches import Launches
+from optimized.tapes.player import Player
 
 __all__ = ["Launches", "Player", "collective", "relaunch"]

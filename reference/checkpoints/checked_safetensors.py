@@ -28,7 +28,7 @@ _SEAL = re.compile(rb'"seal":"([0-9a-f]{%d})"' % len(_UNSEALED))
 _LONGEST = 1 << 30  # bytes of a header
 
 
-class Sealed(NamedTuple):
+class CheckedFile(NamedTuple):
     """What is in a file: its tensors on the CPU, its metadata, and whether every byte of it has been checked."""
 
     tensors: dict[str, torch.Tensor]
@@ -45,17 +45,17 @@ def _sealed(header: bytes) -> str:
     return hashlib.sha256(header).hexdigest()
 
 
-def write(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str], kinds: Any) -> None:
+def write(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str], dtype_name: Any) -> None:
     """Write tensors on the CPU, whole or not at all, without a second copy of them in memory.
 
-    `kinds` gives safetensors' name of a torch dtype.
+    `dtype_name` gives safetensors' name of a torch dtype.
     """
     sums = {name: zlib.crc32(_bytes(x)) for name, x in tensors.items()}
     header: dict[str, Any] = {"__metadata__": {**metadata, "crc32": json.dumps(sums), "seal": _UNSEALED}}
     end = 0
     for name, x in tensors.items():
         begin, end = end, end + x.nbytes
-        header[name] = {"dtype": kinds(x.dtype), "shape": list(x.shape), "data_offsets": [begin, end]}
+        header[name] = {"dtype": dtype_name(x.dtype), "shape": list(x.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     text = text.replace(f'"seal":"{_UNSEALED}"'.encode(), f'"seal":"{_sealed(text)}"'.encode(), 1)
@@ -104,7 +104,7 @@ def metadata(path: Path, what: str, version: str, written_by: str) -> tuple[dict
     return about, found is not None
 
 
-def read(path: Path, what: str, version: str, written_by: str) -> Sealed:
+def read(path: Path, what: str, version: str, written_by: str) -> CheckedFile:
     """Everything in a file; errors as in `metadata`, which name the entry that is damaged."""
     import safetensors
 
@@ -119,4 +119,4 @@ def read(path: Path, what: str, version: str, written_by: str) -> Sealed:
         for name, x in tensors.items():
             if zlib.crc32(_bytes(x)) != sums[name]:
                 raise files.Damaged(f"{path} is damaged, at {name!r}: its bytes are not those that were written.")
-    return Sealed(tensors, about, checked)
+    return CheckedFile(tensors, about, checked)

@@ -1,12 +1,12 @@
-"""Where the tensors of a replayed call lie, and what a tape knows of the ops of PyTorch that it holds."""
+"""Where the tensors of a played call lie, and what a tape knows of the ops of PyTorch that it holds."""
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shared.bits import assert_same_bits
 
-from optimized.replay import watch
-from optimized.replay.memory import Place, TensorRef, place_of, tensors_of
+from optimized.tapes import watch
+from optimized.tapes.memory import Place, TensorRef, place_of, tensors_of
 
 
 def test_a_place_is_a_tensor_in_the_storage_of_another() -> None:

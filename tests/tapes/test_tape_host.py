@@ -1,4 +1,4 @@
-"""What a replayed step costs its host: it makes few calls of Python, so that each check in it counts."""
+"""What a step played from tapes costs its host: it makes few calls of Python, so that each check in it counts."""
 
 import cProfile
 import pstats
@@ -11,7 +11,7 @@ import torch
 from shared.dry_gpu import DryGpu
 
 import optimized as te
-from optimized.replay.launches import Launches
+from optimized.tapes.launches import Launches
 
 ROOT = Path(__file__).parents[2]
 STEPS = 10
@@ -22,7 +22,7 @@ STEPS = 10
     [(False, False, 111), (True, False, 168), (True, True, 171)],
     ids=["bf16", "fp8", "a recipe made anew"],
 )
-def test_a_replayed_step_makes_few_calls(fp8: bool, anew: bool, most: int) -> None:
+def test_a_played_step_makes_few_calls(fp8: bool, anew: bool, most: int) -> None:
     """Of a layer that runs as one pair, forward and backward, with the updates of its scales.
 
     The bounds are what a step makes: whoever adds calls takes as many away.
@@ -46,13 +46,13 @@ def test_a_replayed_step_makes_few_calls(fp8: bool, anew: bool, most: int) -> No
         for _ in range(20):
             step()
         launches = len(gpu.launches)
-        gpu.enter_context(mock.patch.object(Launches, "replay", return_value=None))  # one CUDA graph
+        gpu.enter_context(mock.patch.object(Launches, "play", return_value=None))  # one CUDA graph
         profile = cProfile.Profile()
         profile.enable()
         for _ in range(STEPS):
             step()
         profile.disable()
-        assert len(gpu.launches) == launches, "every step was replayed"
+        assert len(gpu.launches) == launches, "every step was played"
     calls = 0
     for (file, _, name), (count, *_) in pstats.Stats(profile).stats.items():  # type: ignore[attr-defined]
         ours = Path(file).is_relative_to(ROOT / "reference") or Path(file).is_relative_to(ROOT / "optimized")

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from torch.utils._python_dispatch import _disable_current_modes
 
 from optimized.cuda import launch
-from optimized.replay.memory import TensorRef, tensors_of
+from optimized.tapes.memory import TensorRef, tensors_of
 
 
 class Collective(NamedTuple):
@@ -20,16 +20,16 @@ class Collective(NamedTuple):
         """The same with tensors at other addresses."""
         return self._replace(args=TensorRef.moved(self.args, move))
 
-    def replay(self, stream: int) -> None:
+    def play(self, stream: int) -> None:
         with _disable_current_modes():
             self.func(*tensors_of(self.args))
 
 
 def collective(function: Callable[..., Any], args: list[Any], *, capturable: bool = False) -> None:
-    """Call `function(*args)`, and again wherever this call is replayed.
+    """Call `function(*args)`, and again wherever this call's tape is played.
 
-    It is what the CUDA side of an op consists of, besides allocating its results. All ranks replay alike, because what
-    is replayed follows from shapes and addresses of steps that all ranks make.
+    It is what the CUDA side of an op consists of, besides allocating its results. All ranks play alike, because what
+    is played follows from shapes and addresses of steps that all ranks make.
 
     Args:
         function: reads and writes tensors of `args` on torch's current stream, as `dist.all_reduce` does, and does what

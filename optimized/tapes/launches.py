@@ -18,19 +18,19 @@ _pools: dict[tuple[int, int], torch.cuda.MemPool] = {}
 _capturing = threading.RLock()  # one capture at a time: captures share a stream and its memory
 
 
-class Replayable(Protocol):
-    """What can be done again: a launch (`launch.Launch`), a copy, an op of PyTorch (`replay.watch`)."""
+class Playable(Protocol):
+    """What can be done again: a launch (`launch.Launch`), a copy, an op of PyTorch (`tapes.watch`)."""
 
     @property
     def capturable(self) -> bool:
         """Whether it may become part of a CUDA graph that is not torch's."""
 
-    def replay(self, stream: int) -> None:
+    def play(self, stream: int) -> None:
         """Do it again on torch's current stream, which is `stream`."""
 
 
-class Movable(Replayable, Protocol):
-    """All of these but launches, whose arguments a tape moves together (`replay.relative`)."""
+class Movable(Playable, Protocol):
+    """All of these but launches, whose arguments a tape moves together (`tapes.relocation`)."""
 
     def moved(self, move: Callable[[int], int]) -> "Movable":
         """The same at other addresses; `move` gives an address its other one."""
@@ -49,17 +49,17 @@ class Copy:
         to, source, size = self._arguments
         return Copy(move(to), move(source), size)
 
-    def replay(self, stream: int) -> None:
+    def play(self, stream: int) -> None:
         """Copy on the current device."""
         runtime = launch.runtime()
         runtime.memcpyAsync(*self._arguments, runtime.memcpyDeviceToDevice, stream)
 
 
 class Launches:
-    """A tape: launches, copies and ops in order. From the third replay on, one CUDA graph makes all of them."""
+    """A tape: launches, copies and ops in order. From the third time on, one CUDA graph makes all of them."""
 
     def __init__(self) -> None:
-        self._entries: list[Replayable] = []
+        self._entries: list[Playable] = []
         self._capturable = True
         self._times = 0
         self._graph: Any = None  # CuPy's
@@ -74,12 +74,12 @@ class Launches:
         """What is made again, in its order."""
         return self._entries
 
-    def append(self, entry: Replayable) -> None:
+    def append(self, entry: Playable) -> None:
         """Add one."""
         self._entries.append(entry)
         self._capturable = self._capturable and entry.capturable
 
-    def replay(self, device: int) -> None:
+    def play(self, device: int) -> None:
         """Make them again on torch's current stream of a device."""
         previous = torch._C._cuda_exchangeDevice(device)
         try:
@@ -93,7 +93,7 @@ class Launches:
                 or (self._graph and self._stream != stream)
             ):
                 for one in self._entries:
-                    one.replay(stream)
+                    one.play(stream)
                 return
             if self._graph is None:
                 self._graph, self._stream = self._captured(device, stream), stream
@@ -111,7 +111,7 @@ class Launches:
             capturing.begin_capture(launch.runtime().streamCaptureModeRelaxed)
             try:
                 for one in self._entries:
-                    one.replay(capturing.ptr)
+                    one.play(capturing.ptr)
             finally:
                 graph = capturing.end_capture()
         return graph

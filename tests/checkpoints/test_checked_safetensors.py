@@ -1,4 +1,4 @@
-"""reference.checkpoints.sealed: a flipped bit anywhere in a file is found and named."""
+"""reference.checkpoints.checked_safetensors: a flipped bit anywhere in a file is found and named."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from reference.checkpoints import sealed
+from reference.checkpoints import checked_safetensors
 from reference.inspect.recorded_step.file import safe_name
 from reference.support import files
 
@@ -19,12 +19,12 @@ TENSORS = {
 
 
 def write(path: Path, version: str = "2") -> bytes:
-    sealed.write(path, TENSORS, {"twin_engine": "toy", "version": version}, safe_name)
+    checked_safetensors.write(path, TENSORS, {"twin_engine": "toy", "version": version}, safe_name)
     return path.read_bytes()
 
 
-def read(path: Path) -> sealed.Sealed:
-    return sealed.read(path, "toy", "2", "the test")
+def read(path: Path) -> checked_safetensors.CheckedFile:
+    return checked_safetensors.read(path, "toy", "2", "the test")
 
 
 def test_a_file_comes_back(tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def test_another_version_and_no_seal(tmp_path: Path) -> None:
     with pytest.raises(files.Damaged, match=r"is a toy of version '3'; version '2' is accepted, and '1'"):
         read(path)
     with pytest.raises(files.Damaged, match=r"is a safetensors file, and no other; it writes those\.$"):
-        sealed.read(path, "other", "2", "it")
+        checked_safetensors.read(path, "other", "2", "it")
     path.write_bytes(write(path).replace(b'"seal"', b'"sea1"'))
     with pytest.raises(files.Damaged, match=r"is damaged, at its header: its seal is missing\.$"):
         read(path)

@@ -187,7 +187,7 @@ running = _Running()
 
 def _following(forward: Any, plan: Any, context: Any, x: Any) -> Any:
     """What runs after the pair of a layer's first half: the second half's, with x as its input. None where it does not
-    or in a checkpoint, which would record the additional call.
+    or where it is recomputed, which would record the additional call.
     """
     layer = running.layer
     if layer is None or forward is not attention_block.forward or layer.layer_type != "encoder" or recompute.active():
@@ -205,7 +205,7 @@ def _following(forward: Any, plan: Any, context: Any, x: Any) -> Any:
 
 class _Passes:
     idle = compiled = 0
-    plain: ClassVar[set[Any]] = set()  # calls that are not replayed and have been compiled
+    plain: ClassVar[set[Any]] = set()  # calls that no tape plays and that have been compiled
 
 
 def collect(
@@ -225,7 +225,7 @@ def collect(
 
 
 def compile_plain(forward: Any, backward: Any, plan: Any, context: Any, tensors: Tensors) -> None:
-    """`compile_pair` for a call that is not replayed, if it is the first of its kind on a GPU."""
+    """`compile_pair` for a call that no tape plays, if it is the first of its kind on a GPU."""
     x = tensors[0]
     if type(x) not in _PLAIN or not x.is_cuda or torch._C._len_torch_dispatch_stack():  # type: ignore[union-attr]
         return

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from optimized.replay.launches import Copy, Launches
-from optimized.replay.memory import Allocation, Place, TensorRef, Tensors, tensors_of
+from optimized.tapes.launches import Copy, Launches
+from optimized.tapes.memory import Allocation, Place, TensorRef, Tensors, tensors_of
 
 aten = torch.ops.aten
 _ALLOCATIONS = {
@@ -88,7 +88,7 @@ class TorchOp(NamedTuple):
         results = {position: TensorRef.moved(to, move) for position, to in self.results.items()}
         return self._replace(args=TensorRef.moved(self.args, move), results=results)
 
-    def replay(self, stream: int) -> None:
+    def play(self, stream: int) -> None:
         made = self.func(*tensors_of(self.args), **self.kwargs)
         for position, to in self.results.items():
             if to is not None:
@@ -106,7 +106,7 @@ class TorchOutOp(NamedTuple):
     def moved(self, move: Callable[[int], int]) -> "TorchOutOp":
         return self._replace(args=TensorRef.moved(self.args, move), out=TensorRef.moved(self.out, move))
 
-    def replay(self, stream: int) -> None:
+    def play(self, stream: int) -> None:
         self.func(*tensors_of(self.args), out=self.out.tensor())
 
 

@@ -14,9 +14,9 @@ from shared.dry_gpu import DryGpu
 import optimized
 import reference as te
 from optimized.cuda import launch
-from optimized.replay import Player, calls
-from optimized.replay.launches import Copy, Launches
-from optimized.replay.relative import Fixed, Relative, _integers
+from optimized.tapes import Player, calls
+from optimized.tapes.launches import Copy, Launches
+from optimized.tapes.relocation import Fixed, Relative, _integers
 from reference.nn.core import autograd
 from reference.nn.transformer import halves
 
@@ -83,27 +83,27 @@ class Compared:
         self.equal = self.fixed = 0
         self.kernel_of: Callable[[int], Any] = lambda handle: handle
         self.moved: Launches | None = None
-        usual, record = calls.Kind.moved, calls.Kind.record
+        usual, record = calls.CallGroup.moved, calls.CallGroup.record
 
-        def moved(kind: calls.Kind, addresses: Any, tensors: Any) -> None:
-            self.moved = usual(kind, addresses, tensors)
-            self.fixed += kind.relative is None and len(kind.tapes) > 0
+        def moved(group: calls.CallGroup, addresses: Any, tensors: Any) -> None:
+            self.moved = usual(group, addresses, tensors)
+            self.fixed += group.relative is None and len(group.tapes) > 0
 
-        def recorded(kind: calls.Kind, run: Any, results: Any, sources: Any, tensors: Any, addresses: Any) -> Any:
-            found = record(kind, run, results, sources, tensors, addresses)
+        def recorded(group: calls.CallGroup, run: Any, results: Any, sources: Any, tensors: Any, addresses: Any) -> Any:
+            found = record(group, run, results, sources, tensors, addresses)
             if self.moved is not None:
-                tape = kind.tapes[addresses]
+                tape = group.tapes[addresses]
                 assert arguments(self.moved, tape, self.kernel_of) == arguments(tape, tape, self.kernel_of)
                 self.equal += 1
             return found
 
-        monkeypatch.setattr(calls.Kind, "moved", moved)
-        monkeypatch.setattr(calls.Kind, "record", recorded)
+        monkeypatch.setattr(calls.CallGroup, "moved", moved)
+        monkeypatch.setattr(calls.CallGroup, "record", recorded)
 
 
 @pytest.fixture
 def compared(monkeypatch: pytest.MonkeyPatch) -> Compared:
-    monkeypatch.setattr(calls, "_kinds", {})
+    monkeypatch.setattr(calls, "_groups", {})
     monkeypatch.setattr(calls, "counts", calls.Counts())
     return Compared(monkeypatch)
 
@@ -176,12 +176,12 @@ def test_tapes_settle_in_three_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
         train(layer, MODES["delayed"], Step(), steps=7)
         ran.append(len(gpu.launches))
-        kinds = [kind for kind in calls._kinds.values() if kind.relative]
+        groups = [group for group in calls._groups.values() if group.relative]
     made = [after - before for before, after in pairwise(ran)]
     assert all(made[:3])
     assert made[3:] == [0] * 4
-    assert [(kind.misses, kind.hits) for kind in kinds] == [(1, 5), (1, 4)]  # forward, backward
-    assert [len(kind.tapes) for kind in kinds] == [6, 5]
+    assert [(group.misses, group.hits) for group in groups] == [(1, 5), (1, 4)]  # forward, backward
+    assert [len(group.tapes) for group in groups] == [6, 5]
 
 
 def storage(*shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
@@ -297,7 +297,7 @@ def test_a_layer_whose_tensors_always_lie_elsewhere_has_the_same_bits(
     name: str, monkeypatch: pytest.MonkeyPatch, same_bits: Any
 ) -> None:
     """Every step is made at new addresses, from moved tapes."""
-    monkeypatch.setattr(calls, "_kinds", {})
+    monkeypatch.setattr(calls, "_groups", {})
     monkeypatch.setattr(calls, "counts", calls.Counts())
     monkeypatch.setattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)  # the simulator is a mode
     torch.manual_seed(1)
@@ -308,7 +308,7 @@ def test_a_layer_whose_tensors_always_lie_elsewhere_has_the_same_bits(
         monkeypatch.setattr(autograd, "player", player)
         torch.manual_seed(2)
         results.append(train(layer, MODES["delayed"], steps=8))
-    assert sum(kind.hits for kind in calls._kinds.values() if kind.relative) >= 6
+    assert sum(group.hits for group in calls._groups.values() if group.relative) >= 6
     for a, b in zip(*results, strict=True):
         assert (a is None) == (b is None)
         if a is not None:

@@ -1,4 +1,4 @@
-"""Where the tensors of a replayed call lie: in its arena, its scratch, a result, an input or its module's state."""
+"""Where the tensors of a played call lie: in its arena, its scratch, a result, an input or its module's state."""
 
 import sys
 from collections.abc import Callable, Sequence

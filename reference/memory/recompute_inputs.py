@@ -1,4 +1,4 @@
-"""What the two runs of a checkpointed function both read, and whether it is still what it was.
+"""What the two runs of a recomputed function both read, and whether it is still what it was.
 
 The recomputation happens when a backward asks for it. A weight that an optimizer has changed by then, or a mask whose
 memory is used again, would give other gradients, without a word from autograd, which compares versions of what a
@@ -115,7 +115,7 @@ class Reads:
         return torch.autograd.graph.saved_tensors_hooks(noted, unpack)
 
     def end(self, outer: "list[Reads]") -> None:
-        """At the end of the first run; checkpoints around this one recompute it, too."""
+        """At the end of the first run; recomputations around this one compute it, too."""
         self.buffers = [one for one in self.buffers if content(one.x) == one.content]
         for one in outer:
             one.weights = self.weights | one.weights

@@ -13,7 +13,7 @@ from shared.plan_cases import step as plan_step
 
 import optimized
 import reference as te
-from optimized.replay import Player, calls
+from optimized.tapes import Player, calls
 from reference.nn.core import autograd
 from reference.nn.transformer import halves
 
@@ -22,11 +22,11 @@ RECIPE = te.DelayedScaling(amax_history_len=3)
 
 
 @pytest.fixture(autouse=True)
-def no_kinds(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    calls._kinds.clear()
+def no_groups(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    calls._groups.clear()
     monkeypatch.setattr(calls, "counts", calls.Counts())
     yield
-    calls._kinds.clear()
+    calls._groups.clear()
 
 
 def train(
@@ -87,12 +87,12 @@ def test_a_layer_has_the_same_bits_with_tapes(
         )
     other = copy.deepcopy(layer)
     expected = train(layer, autograd.Plain(), fp8, monkeypatch, micro)
-    assert not any(kind.sizes != (0, 0) for kind in calls._kinds.values())
+    assert not any(group.sizes != (0, 0) for group in calls._groups.values())
     actual = train(other, Player(), fp8, monkeypatch, micro)
     for position, (a, b) in enumerate(zip(expected, actual, strict=True)):
         assert_same_bits(a, b, f"tensor {position} of {len(expected)}")
-    assert sum(kind.hits for kind in calls._kinds.values()) >= 8
-    assert all(kind.usable for kind in calls._kinds.values())
+    assert sum(group.hits for group in calls._groups.values()) >= 8
+    assert all(group.usable for group in calls._groups.values())
 
 
 @pytest.mark.gpu
@@ -127,7 +127,7 @@ def test_tapes_within_a_capture_of_the_users(backend: str, monkeypatch: pytest.M
         expected = step(other)
     for a, b in zip(actual, expected, strict=True):
         assert_same_bits(a, b.cpu())
-    assert sum(kind.hits for kind in calls._kinds.values()) >= 2
+    assert sum(group.hits for group in calls._groups.values()) >= 2
 
 
 @pytest.mark.gpu
@@ -183,4 +183,4 @@ def test_whatever_attribute_changes_between_two_calls(name: str, seed: int) -> N
             for position, (a, b) in enumerate(zip(run(plain, recipe), run(taped, recipe), strict=True)):
                 assert_same_bits(a, b, f"time {time}, tensor {position}, after {changes}")
     assert changes
-    assert any(kind.hits for kind in calls._kinds.values()) or name.endswith("Norm")  # which are one launch
+    assert any(group.hits for group in calls._groups.values()) or name.endswith("Norm")  # which are one launch

@@ -21,7 +21,7 @@ class Observed(Around):
 
     def __init__(self, inner: Quantizer, record: Record) -> None:
         self.inner, self.record = inner, record
-        self.kind, self.dtype, self.dtype_t, self.fp8 = inner.kind, inner.dtype, inner.dtype_t, inner.fp8
+        self.key, self.dtype, self.dtype_t, self.fp8 = inner.key, inner.dtype, inner.dtype_t, inner.fp8
 
     def quantize(self, x: torch.Tensor, transpose: bool) -> Quantized:
         found = self.inner.quantize(x, transpose)

@@ -1,4 +1,4 @@
-"""An FP8 step of a layer written out: casts with its scales, products with their accumulation, the amaxes it leaves.
+"""An FP8 step of a layer, unfused: casts with its scales, products with their accumulation, the amaxes it leaves.
 
 Sizes are to be chosen so that every product is longer than 128: up to there fast and split accumulation are one.
 """
