@@ -7,8 +7,19 @@ from reference.recipes.base import Format, Recipe
 from reference.recipes.by_layer import AUTOCAST, by_layer
 from reference.recipes.current_scaling import Float8CurrentScaling
 from reference.recipes.delayed_scaling import DelayedScaling
+from reference.recipes.mxfp8_block_scaling import MXFP8BlockScaling
+from reference.recipes.nvfp4_block_scaling import NVFP4BlockScaling
 from reference.support import not_offered
 
-__all__ = ["AUTOCAST", "DelayedScaling", "Float8CurrentScaling", "Format", "Recipe", "by_layer"]
+__all__ = [
+    "AUTOCAST",
+    "DelayedScaling",
+    "Float8CurrentScaling",
+    "Format",
+    "MXFP8BlockScaling",
+    "NVFP4BlockScaling",
+    "Recipe",
+    "by_layer",
+]
 
 not_offered.explain(__name__)

@@ -187,7 +187,7 @@ def test_names_with_an_obvious_answer_are_offered() -> None:
 
 REFUSED = {
     "root.pytorch.Fp8Padding(16)": "te.Fp8Padding is not offered by Twin Engine: there are no",
-    "root.common.recipe.MXFP8BlockScaling()": "recipe.MXFP8BlockScaling is not offered by Twin",
+    "root.common.recipe.CustomRecipe()": "recipe.CustomRecipe is not offered by Twin",
     "root.pytorch.Float8BlockScaling()": "recipe.Float8BlockScaling is not offered by Twin Engine: te.recipe.Del",
     "reference.Float8BlockScaling": "recipe.Float8BlockScaling is not offered by Twin Engine: te.recipe.Del",
     "root.pytorch.GroupedLinear(2, 16, 16)": "te.GroupedLinear is not offered by Twin Engine: there are no layers",
