@@ -27,9 +27,10 @@ from reference.nn.core.autograd import Backward, Context, Forward
 from reference.nn.core.context import BlockContext, ModuleContext
 from reference.nn.core.hook import Hook, ObservedContext, observed
 from reference.nn.core.observed import Observed
+from reference.ops.casts.cast_stats import add_lost
 from reference.ops.library import twin
 from reference.recipe import Recipe
-from reference.recipes.quantized import PER_TENSOR, Quantized
+from reference.recipes.quantized import NUMBERS, PER_TENSOR, Quantized
 from reference.recipes.quantizer import Quantizer
 from reference.support.nested import Form, Tensors
 
@@ -117,7 +118,9 @@ class _Observer(Hook):
             x = x.detach().contiguous()
             self._note(key, quantizer, x, quantized)
             for recipe, other in beside.items():
-                self._note(key._replace(recipe=recipe, ran=False), other, x, other.quantize(x, False))
+                with torch.random.fork_rng(devices=[]):  # a gradient that is rounded by chance draws a seed
+                    quantized = other.quantize(x, False)
+                self._note(key._replace(recipe=recipe, ran=False), other, x, quantized)
 
         return record
 
@@ -125,6 +128,8 @@ class _Observer(Hook):
         row = quantized.row
         fp8 = row.layout == PER_TENSOR
         counts, sums = twin.cast_stats(x, *((row.codes, row.scales) if fp8 else (None, None)))
+        if row.layout in NUMBERS:
+            add_lost(counts, sums, x, NUMBERS[row.layout](row)[:, : x.shape[1]])
         scale = quantizer.scale(x) if fp8 else None
         self.found.append(_Measured(key, row.codes.dtype, self.step, x.numel(), scale, counts, sums))
 

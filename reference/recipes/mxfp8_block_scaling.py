@@ -17,11 +17,12 @@ from typing import Any
 
 import torch
 
-from reference.ops.casts import cast_mxfp8  # noqa: F401  (declares the op)
+from reference.numbers import block_formats, formats
+from reference.ops.casts import cast_mxfp8
 from reference.ops.gemms import gemm_blocks  # noqa: F401  (declares the ops)
 from reference.ops.library import twin
 from reference.recipes.base import Format, Recipe, check_recipe
-from reference.recipes.quantized import PRODUCTS, Operand, Products, Quantized
+from reference.recipes.quantized import NUMBERS, PRODUCTS, Operand, Products, Quantized
 from reference.recipes.quantizer import Quantizer
 from reference.recipes.roles import Role
 
@@ -94,4 +95,11 @@ def _add(a: Operand, b: Operand, out: torch.Tensor) -> None:
     twin.gemm_mxfp8_accumulate(a.codes, b.codes, a.scales, b.scales, out)
 
 
+def _numbers(a: Operand) -> torch.Tensor:
+    assert a.scales is not None
+    wide = formats.decode(a.codes).double().view(*a.scales.shape, cast_mxfp8.BLOCK)
+    return (wide * block_formats.decode_e8m0(a.scales).double()[..., None]).flatten(1)
+
+
+NUMBERS[MXFP8] = _numbers
 PRODUCTS[MXFP8, MXFP8] = Products(_multiply, _add, torch.float32)

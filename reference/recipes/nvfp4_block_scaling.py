@@ -31,12 +31,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from reference.numbers import philox
+from reference.numbers import block_formats, formats, philox
 from reference.ops.casts import cast_nvfp4, hadamard  # noqa: F401  (declares the ops)
 from reference.ops.gemms import gemm_blocks  # noqa: F401  (declares the ops)
 from reference.ops.library import twin
 from reference.recipes.base import Format, Recipe, check_recipe
-from reference.recipes.quantized import PRODUCTS, Operand, Products, Quantized
+from reference.recipes.quantized import NUMBERS, PRODUCTS, Operand, Products, Quantized
 from reference.recipes.quantizer import Quantizer
 from reference.recipes.roles import Role
 
@@ -169,4 +169,12 @@ def _add(a: Operand, b: Operand, out: torch.Tensor) -> None:
     twin.gemm_nvfp4_accumulate(*_operands(a, b), out)
 
 
+def _numbers(a: Operand) -> torch.Tensor:
+    assert a.scales is not None
+    assert a.amax is not None
+    wide = block_formats.decode_e2m1(a.codes).double().view(*a.scales.shape, cast_nvfp4.BLOCK)
+    return (wide * formats.decode(a.scales).double()[..., None]).flatten(1) * (a.amax.double() / cast_nvfp4.LARGEST)
+
+
+NUMBERS[NVFP4] = _numbers
 PRODUCTS[NVFP4, NVFP4] = Products(_multiply, _add, torch.float32)

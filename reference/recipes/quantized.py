@@ -155,6 +155,10 @@ PRODUCTS: dict[tuple[str, str], Products] = {
 """The GEMMs by the layouts of their operands; a recipe's file adds its own."""
 
 
+NUMBERS: dict[str, Callable[[Operand], torch.Tensor]] = {}
+"""What an operand's codes stand for, float64 `[rows, K]` on the CPU, by a layout whose scales are those of blocks."""
+
+
 def products(a: Operand, b: Operand) -> Products:
     """The GEMMs of two operands; a sentence where there are none."""
     found = PRODUCTS.get((a.layout, b.layout))

@@ -78,6 +78,18 @@ def _total(pieces: np.ndarray) -> float:
     return float(_tree(chains))
 
 
+@np.errstate(all="ignore")
+def add_lost(counts: torch.Tensor, sums: torch.Tensor, x: torch.Tensor, numbers: torch.Tensor) -> None:
+    """Underflows and noise of x, by the numbers (float64) that codes of blocks stand for; such do not saturate.
+
+    `counts` and `sums` are those of the op without q.
+    """
+    v, stands_for = formats.widen(x.detach()).double().numpy().ravel(), numbers.numpy().ravel()
+    finite = np.isfinite(v)
+    counts[1] = int((finite & (v != 0) & (stands_for == 0)).sum())
+    sums[1] = _total(_piece_sums(np.where(finite, (v - stands_for) ** 2, 0.0)))
+
+
 @define(outputs)
 @np.errstate(all="ignore")
 def cast_stats(x: torch.Tensor, q: torch.Tensor | None, scale_inv: torch.Tensor | None) -> Two:
