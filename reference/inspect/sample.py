@@ -20,6 +20,9 @@ GEMMS: dict[str, tuple[str, ...]] = {
 """Role → the products that read it."""
 
 
+_SWITCHES = ("disable_rht", "disable_stochastic_rounding", "disable_2d_quantization", "enable_2d_quantization")
+
+
 @dataclass(frozen=True)
 class Sample:
     """What one quantizer did to one role of one linear map, in one step or in several.
@@ -128,9 +131,10 @@ def shown(layer: str, part: str = "") -> str:
 
 
 def recipe_name(recipe: Recipe | None) -> str:
-    """A recipe in texts; its format where that is not HYBRID, and the only one."""
+    """A recipe in texts; its format where that is neither HYBRID nor the only one, and what is switched."""
     if recipe is None:
         return "16 bits"
     name = type(recipe).__name__
     name = name if recipe.fp8_format.name == "HYBRID" or recipe.nvfp4() else f"{name} {recipe.fp8_format.name}"
+    name = ", ".join([name, *[one for one in _SWITCHES if getattr(recipe, one, False)]])
     return name if recipe.backward_override is None else f"{name} in forward alone"

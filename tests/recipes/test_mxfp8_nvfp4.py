@@ -191,6 +191,26 @@ def test_square_blocks_act_on_rows_of_different_sizes() -> None:
     assert not of_squares[:, ::2].any()
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_compiled_bits_follow_the_seed() -> None:
+    """A compiled backward that rounds by chance draws in each run, as eager mode."""
+    layer, x, g = te.Linear(48, 64, params_dtype=BF16), numbers(1, 21, 48).requires_grad_(), numbers(2, 21, 64)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+
+    def dx(run: Any, seed: int) -> torch.Tensor:
+        x.grad = None
+        with te.autocast(recipe=NVFP4BlockScaling()):
+            y = run(x)
+        torch.manual_seed(seed)
+        y.backward(g)
+        assert x.grad is not None
+        return x.grad
+
+    for seed in (1, 2, 1):
+        assert_same_bits(dx(compiled, seed), dx(layer, seed))
+    assert not torch.equal(dx(compiled, 1), dx(compiled, 2))
+
+
 def test_forward_alone_in_four_bits() -> None:
     """backward_override="high_precision" multiplies as 16 bits do, of the y that four bits gave."""
     layer = te.Linear(48, 64, bias=False, params_dtype=BF16)
@@ -307,6 +327,54 @@ def test_measuring_beside_draws_nothing() -> None:
     assert "(NVFP4BlockScaling)" in stats.table()
     plan = te.auto_precision(layer, lambda: [step(layer, RECIPES["NVFP4"])], recipes=[MXFP8BlockScaling()], first=0)
     assert {type(one.recipe) for one in plan.layers.values()} == {MXFP8BlockScaling}, str(plan)
+
+
+# --- what the parts of NVFP4 are for (docs/four_bits.md) ---------------------------------------------------
+
+
+def stands_for(codes: torch.Tensor, scales: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
+    wide = (
+        block_formats.decode_e2m1(codes).double().view(*scales.shape, 16) * formats.decode(scales).double()[..., None]
+    )
+    return wide.flatten(1) * (amax.double() / 2688)
+
+
+def test_the_transform_keeps_an_outliers_neighbours() -> None:
+    x = numbers(1, 64, 256).float()
+    x[:, 3::16] *= 30
+    zeros = [
+        float((stands_for(*twin.cast_nvfp4(one, False, None)) == 0).double().mean()) for one in (x, twin.hadamard(x))
+    ]
+    assert zeros[0] > 4 * zeros[1]
+
+
+def test_rounding_by_chance_is_right_on_average() -> None:
+    """A mean of sixteen steps' dx is nearer to that of 16 bits than sixteen equal ones, rounded to nearest."""
+    layer = te.Linear(64, 64, bias=False)
+    x, g = numbers(1, 32, 64).float(), numbers(2, 32, 64).float()
+
+    def dx(recipe: Any) -> torch.Tensor:
+        inp = x.clone().requires_grad_()
+        with te.autocast(recipe=recipe):
+            y = layer(inp)
+        y.backward(g)
+        assert inp.grad is not None
+        return inp.grad
+
+    # The same weights on both sides, as 4 bits have them: what is left is the rounding of g.
+    state = twin.cast_nvfp4(layer.weight.detach(), True, None)
+    exact = g.double() @ stands_for(*state)
+    torch.manual_seed(0)
+    by_chance = sum(dx(NVFP4BlockScaling()) for _ in range(16)) / 16
+    nearest = dx(NVFP4BlockScaling(disable_stochastic_rounding=True))
+    assert (by_chance - exact).norm() < 0.6 * (nearest - exact).norm()
+
+
+def test_squares_are_one_weight_in_both_directions() -> None:
+    w = numbers(1, 64, 48).float()
+    for square in (True, False):
+        forward, backward = (stands_for(*twin.cast_nvfp4(one, square, None)) for one in (w, w.t().contiguous()))
+        assert torch.equal(forward, backward.t()) is square
 
 
 # --- training --------------------------------------------------------------------------------------------
