@@ -14,6 +14,7 @@ import torch
 from reference import recipe
 from reference.arguments import check_arguments
 from reference.float8.float8_quantizer import TE_DTYPES, DType
+from reference.ops.casts.cast_mxfp8 import CPU_ONLY
 from reference.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format, Recipe
 from reference.state import model_init
 from reference.state.autocast import autocast, current, fp8_autocast
@@ -66,14 +67,18 @@ def _without_recipe(name: str) -> Support:
     return False, str(not_offered.sentence(recipe.__name__, name))
 
 
+def _on_a_cpu_alone(name: str) -> Support:
+    return False, f"te.recipe.{name} runs on a CPU alone: {CPU_ONLY}."
+
+
 def check_mxfp8_support() -> Support:
-    """(False, why the recipe MXFP8BlockScaling is not offered)."""
-    return _without_recipe("MXFP8BlockScaling")
+    """(False, why no GPU runs MXFP8BlockScaling here); a CPU does."""
+    return _on_a_cpu_alone("MXFP8BlockScaling")
 
 
 def check_nvfp4_support() -> Support:
-    """(False, why the recipe NVFP4BlockScaling is not offered)."""
-    return _without_recipe("NVFP4BlockScaling")
+    """(False, why no GPU runs NVFP4BlockScaling here); a CPU does."""
+    return _on_a_cpu_alone("NVFP4BlockScaling")
 
 
 def check_fp8_block_scaling_support() -> Support:
@@ -127,12 +132,12 @@ def get_cudnn_version() -> tuple[int, int, int]:
 
 
 def is_mxfp8_available(return_reason: bool = False) -> Answer:
-    """False; with `return_reason` also why."""
+    """False, so that a program chooses the same recipe on either device; with `return_reason` also why."""
     return answer("is_mxfp8_available", check_mxfp8_support(), return_reason)
 
 
 def is_nvfp4_available(return_reason: bool = False) -> Answer:
-    """False; with `return_reason` also why."""
+    """False, so that a program chooses the same recipe on either device; with `return_reason` also why."""
     return answer("is_nvfp4_available", check_nvfp4_support(), return_reason)
 
 
@@ -156,9 +161,12 @@ def _check_recipe(name: str, recipe: Any) -> None:
 
 
 def get_align_size_for_quantization(recipe: Recipe) -> int:
-    """16: what the sizes of an FP8 product must be multiples of."""
+    """Transformer Engine's: 16, what the sizes of an FP8 product must be multiples of; 32 of MXFP8, 128 of NVFP4.
+
+    Layers take any number of tokens, and features in multiples of 16, under all of them.
+    """
     _check_recipe("get_align_size_for_quantization", recipe)
-    return 16
+    return 32 if recipe.mxfp8() else 128 if recipe.nvfp4() else 16
 
 
 def get_fp8_torch_dtype(fp8_recipe: Recipe, fprop_tensor: bool = True) -> torch.dtype:

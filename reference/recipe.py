@@ -3,11 +3,13 @@
 Names, defaults and meaning are Transformer Engine's (`transformer_engine.common.recipe`).
 """
 
-from reference.recipes.base import Format, Recipe
-from reference.recipes.block_scaling import Float8BlockScaling, MMParams, QParams
+from reference.recipes.base import Format, MMParams, QParams, Recipe
+from reference.recipes.block_scaling import Float8BlockScaling
 from reference.recipes.by_layer import AUTOCAST, by_layer
 from reference.recipes.current_scaling import Float8CurrentScaling
 from reference.recipes.delayed_scaling import DelayedScaling
+from reference.recipes.mxfp8_block_scaling import MXFP8BlockScaling
+from reference.recipes.nvfp4_block_scaling import NVFP4BlockScaling
 from reference.support import not_offered
 
 __all__ = [
@@ -17,6 +19,8 @@ __all__ = [
     "Float8CurrentScaling",
     "Format",
     "MMParams",
+    "MXFP8BlockScaling",
+    "NVFP4BlockScaling",
     "QParams",
     "Recipe",
     "by_layer",

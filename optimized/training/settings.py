@@ -10,7 +10,14 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from reference.optimizers.parameters import FLT_MAX
-from reference.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Recipe
+from reference.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    Recipe,
+)
 
 BYTES = 256
 LARGEST = 2**31 - 1
@@ -23,6 +30,8 @@ RECIPES: dict[str, Callable[["Settings"], Recipe | None]] = {
     "delayed": lambda settings: DelayedScaling(amax_history_len=settings.amax_history_len),
     "current": lambda settings: Float8CurrentScaling(),
     "block": lambda settings: Float8BlockScaling(),
+    "mxfp8": lambda settings: MXFP8BlockScaling(),
+    "nvfp4": lambda settings: NVFP4BlockScaling(),
 }
 
 
@@ -39,7 +48,7 @@ class Settings:
         clip: the largest norm of the gradient; 0 is any.
         std: of the first weights; proj's and fc2's are smaller by √(2 · layers), as in GPT-2.
         dropout: of attention's weights, and of what attention and MLP add.
-        precision: of the layers' linear maps, one of `RECIPES`; all else has 16 bits.
+        precision: of the layers' linear maps, one of `RECIPES`; all else has 16 bits. A CPU alone has mxfp8 and nvfp4.
         amax_history_len: steps that delayed scaling remembers.
         recompute: keep only the layers' inputs for backward.
         seed: of weights, masks and places in the text.

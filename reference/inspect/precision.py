@@ -192,12 +192,12 @@ def _tensor(one: Sample) -> str:
 
 
 def ideal_sqnr(dtype: torch.dtype) -> float:
-    """The SQNR in dB of rounding alone in an FP8 format: 32.5 in E4M3, 26.5 in E5M2.
+    """The SQNR in dB of rounding alone in a format: 32.5 in E4M3, 26.5 in E5M2, 20.5 in E2M1 (uint8).
 
     Of normal numbers with m bits of mantissa whose significands s are uniform in [1, 2): the error is uniform in a
     spacing of 2^-m, so SQNR = E[s²] / (2^-2m / 12) = (7/3) · 12 · 4^m.
     """
-    return 10 * math.log10(28 * 4 ** formats.format_of(dtype).mantissa_bits)
+    return 10 * math.log10(28 * 4 ** (1 if dtype == torch.uint8 else formats.format_of(dtype).mantissa_bits))
 
 
 def _chosen(layer: Any, samples: Sequence[Sample], limits: _Limits) -> Choice:

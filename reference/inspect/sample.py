@@ -20,6 +20,9 @@ GEMMS: dict[str, tuple[str, ...]] = {
 """Role → the products that read it."""
 
 
+_SWITCHES = ("disable_rht", "disable_stochastic_rounding", "disable_2d_quantization", "enable_2d_quantization")
+
+
 @dataclass(frozen=True)
 class Sample:
     """What one quantizer did to one role of one linear map, in one step or in several.
@@ -30,11 +33,12 @@ class Sample:
         role: "input", "weight" or "grad_output"; of FP8 attention "q", "k" or "v".
         recipe: the recipe of the quantizer; None for 16 bits.
         ran: whether the layer ran in it; otherwise it was measured beside, and nothing of it was used.
-        dtype: of the codes; of the numbers in 16 bits.
+        dtype: of the codes, two of which are a byte in NVFP4; of the numbers in 16 bits.
         step: the forward of the model, from 0, in which it was measured; the last one of several.
         elements: how many there are; zeros and elements that are not finite count.
         amax: the largest magnitude that is not NaN.
-        scale: what elements were multiplied by before they were rounded to FP8; the last one of several.
+        scale: what elements were multiplied by before they were rounded to FP8; the last one of several. None where
+            each block has one.
         saturated, underflowed, nan, inf: how many elements.
         signal, noise: sums of squares of the elements and of what quantization added.
     """
@@ -83,8 +87,10 @@ class Sample:
 
     @property
     def format(self) -> str:
-        """ "E4M3", "E5M2", or the dtype."""
-        return str(self.dtype).removeprefix("torch.") if self.recipe is None else formats.format_of(self.dtype).name
+        """ "E4M3", "E5M2", "E2M1", or the dtype."""
+        if self.recipe is None:
+            return str(self.dtype).removeprefix("torch.")
+        return "E2M1" if self.dtype == torch.uint8 else formats.format_of(self.dtype).name
 
     def merged(self, later: "Sample") -> "Sample":
         """This and a later sample of the same quantizer as one."""
@@ -125,9 +131,10 @@ def shown(layer: str, part: str = "") -> str:
 
 
 def recipe_name(recipe: Recipe | None) -> str:
-    """A recipe in texts; its format where that is not HYBRID."""
+    """A recipe in texts; its format where that is neither HYBRID nor the only one, and what is switched."""
     if recipe is None:
         return "16 bits"
     name = type(recipe).__name__
-    name = name if recipe.fp8_format.name == "HYBRID" else f"{name} {recipe.fp8_format.name}"
+    name = name if recipe.fp8_format.name == "HYBRID" or recipe.nvfp4() else f"{name} {recipe.fp8_format.name}"
+    name = ", ".join([name, *[one for one in _SWITCHES if getattr(recipe, one, False)]])
     return name if recipe.backward_override is None else f"{name} in forward alone"

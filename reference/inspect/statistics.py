@@ -27,10 +27,11 @@ from reference.nn.core.autograd import Backward, Context, Forward
 from reference.nn.core.context import BlockContext, ModuleContext
 from reference.nn.core.hook import Hook, ObservedContext, observed
 from reference.nn.core.observed_quantizer import Observed
+from reference.ops.casts.cast_stats import add_lost
 from reference.ops.library import twin
 from reference.recipe import Recipe
 from reference.recipes.block_scaling import ROWS, SQUARES
-from reference.recipes.quantized import PER_TENSOR, PLAIN, Operand, Quantized
+from reference.recipes.quantized import NUMBERS, PER_TENSOR, PLAIN, Operand, Quantized
 from reference.recipes.quantizer import Quantizer
 from reference.support.nested import Form, Tensors
 
@@ -44,6 +45,13 @@ STATISTICS: dict[str, Callable[[torch.Tensor, Operand], tuple[torch.Tensor, torc
     SQUARES: lambda x, row: twin.cast_stats_blocks(x, row.codes, row.scales, True),
 }
 """What a cast lost, by the layout of its codes: (x, the codes) → counts and sums of `twin::cast_stats`."""
+
+
+def _of_numbers(x: torch.Tensor, row: Operand) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same of a layout that only the CPU has, by the numbers that its codes stand for."""
+    counts, sums = twin.cast_stats(x, None, None)
+    add_lost(counts, sums, x, NUMBERS[row.layout](row)[:, : x.shape[1]])
+    return counts, sums
 
 
 class _Key(NamedTuple):
@@ -127,18 +135,15 @@ class _Observer(Hook):
             x = x.detach().contiguous()
             self._note(key, quantizer, x, quantized)
             for recipe, other in beside.items():
-                self._note(key._replace(recipe=recipe, ran=False), other, x, other.quantize(x, False))
+                with torch.random.fork_rng(devices=[]):  # a gradient that is rounded by chance draws a seed
+                    quantized = other.quantize(x, False)
+                self._note(key._replace(recipe=recipe, ran=False), other, x, quantized)
 
         return record
 
     def _note(self, key: _Key, quantizer: Quantizer, x: torch.Tensor, quantized: Quantized) -> None:
         row = quantized.row
-        if row.layout not in STATISTICS:
-            raise NotImplementedError(
-                f"collect_stats: {key.layer} runs in {type(key.recipe).__name__}, which is not measured; "
-                f"DelayedScaling, Float8CurrentScaling, Float8BlockScaling and 16 bits are."
-            )
-        counts, sums = STATISTICS[row.layout](x, row)
+        counts, sums = STATISTICS.get(row.layout, _of_numbers)(x, row)
         scale = quantizer.scale(x) if row.layout == PER_TENSOR else None
         self.found.append(_Measured(key, row.codes.dtype, self.step, x.numel(), scale, counts, sums))
 

@@ -1,6 +1,6 @@
 """What `torch.utils.flop_counter.FlopCounterMode` counts for the ops: the formulas of PyTorch's own equivalents.
 
-    gemm*, a [M, K], b [N, K]            2 · M · N · K
+    gemm*, a [M, K], b [N, K]            2 · M · N · K        gemm_nvfp4*, two codes a byte: b is [N, K / 2]
     attention                            4 · b · h · sq · skv · d            as for scaled_dot_product_attention: hidden
     attention_fp8                        the same
     attention_backward                   10 · b · h · sq · skv · d           pairs count, and the scores count again
@@ -17,18 +17,24 @@ from torch.utils.flop_counter import register_flop_formula, sdpa_backward_flop_c
 
 from reference.ops.attentions import attention, attention_backward, attention_fp8, attention_fp8_backward  # noqa: F401  (declares the ops)
 from reference.ops.attentions.attention_options import Options
-from reference.ops.gemms import gemm, gemm_fp8, gemm_fused  # noqa: F401  (declares the ops)
+from reference.ops.gemms import gemm, gemm_blocks, gemm_fp8, gemm_fused  # noqa: F401  (declares the ops)
 
 Shape = tuple[int, ...]
 _GEMMS = (
     *("gemm", "gemm_accumulate", "gemm_fp8", "gemm_fp8_accumulate"),
     *("gemm_fp8_activation", "gemm_fp8_activation_backward", "gemm_fp8_bias_dropout_add"),
+    *("gemm_mxfp8", "gemm_mxfp8_accumulate"),
 )
 
 
 def gemm_flops(a: Shape, b: Shape, *rest: Any, out_shape: Any = None, **more: Any) -> int:
     """a·bᵀ."""
     return 2 * a[0] * a[1] * b[0]
+
+
+def gemm_nvfp4_flops(a: Shape, b: Shape, *rest: Any, out_shape: Any = None, **more: Any) -> int:
+    """a·bᵀ of codes of which two are a byte."""
+    return 2 * gemm_flops(a, b)
 
 
 def _padded(options: Any, q: Shape, k: Shape, v: Shape) -> tuple[Shape, Shape, Shape]:
@@ -59,6 +65,7 @@ def attention_backward_flops(grad: Shape, q: Shape, k: Shape, v: Shape, *rest: A
 
 
 register_flop_formula([getattr(torch.ops.twin, name) for name in _GEMMS])(gemm_flops)
+register_flop_formula([torch.ops.twin.gemm_nvfp4, torch.ops.twin.gemm_nvfp4_accumulate])(gemm_nvfp4_flops)
 register_flop_formula(torch.ops.twin.attention)(attention_flops)
 register_flop_formula(torch.ops.twin.attention_fp8)(attention_fp8_flops)
 register_flop_formula([torch.ops.twin.attention_backward, torch.ops.twin.attention_fp8_backward])(

@@ -1,4 +1,4 @@
-"""The namespace `twin`: every operation that both sides implement.
+"""The namespace `twin`: every operation that both sides implement, and a few that only the CPU has (`CPU_ONLY`).
 
 An op is declared once, in `reference.ops.<name>`, by its definition (`define`), which is the CPU's implementation;
 `optimized.ops.<name>` registers the CUDA one (`on_cuda`). The definition's signature is the schema. A function of the
@@ -31,6 +31,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from reference.numbers.denormals import check_denormals
 
 _IMPLEMENTATIONS: dict[str, dict[str, Callable[..., Any]]] = {"CPU": {}, "CUDA": {}}
+CPU_ONLY: dict[str, str] = {}
+"""The ops without a CUDA side → why they have none."""
 _PLAIN = (torch.Tensor, torch.nn.Parameter)  # subclasses may override the call
 
 
@@ -108,6 +110,8 @@ def _tensors(args: Sequence[Any]) -> list[torch.Tensor]:
 def no_implementation(name: str, devices: set[torch.device]) -> str:
     """The error for tensors on devices without an implementation of `twin::<name>`."""
     where = ", ".join(sorted(map(str, devices)))
+    if name in CPU_ONLY:
+        return f"twin::{name} got tensors on {where}; it runs on 'cpu' alone: {CPU_ONLY[name]}."
     if {device.type for device in devices} == {"cuda"}:
         return (
             f"twin::{name} got tensors on {where}, and the CUDA kernels are not loaded: "
@@ -121,17 +125,22 @@ def _watched() -> bool:
     return not all(getattr(mode, "transparent", False) for mode in _get_current_dispatch_mode_stack())
 
 
-def define(outputs: Callable[..., Any], mutates: Sequence[str] = ()) -> Callable[[_Function], _Function]:
+def define(
+    outputs: Callable[..., Any], mutates: Sequence[str] = (), cpu_only: str | None = None
+) -> Callable[[_Function], _Function]:
     """Declare the op that the decorated function defines: its name, its signature, the CPU's implementation.
 
     Args:
         outputs: has the op's arguments, refuses bad ones and allocates the results. Both implementations call it before
             they change anything; it is the op's fake, all that a compiler runs.
         mutates: names of the arguments that the op changes.
+        cpu_only: why there is no CUDA side, the end of the sentence that refuses a GPU's tensors; None where there is.
     """
 
     def register(function: _Function) -> _Function:
         name = function.__name__
+        if cpu_only is not None:
+            CPU_ONLY[name] = cpu_only
         _declare(name, schema(function, mutates))
         torch.library.register_fake(f"twin::{name}", outputs, lib=LIBRARY)
 

@@ -33,14 +33,18 @@ class Format(Enum):
 
     `E4M3`: every tensor; `HYBRID`: E4M3 in the forward pass, E5M2 for gradients. `E5M2` names the format alone. As a
     recipe it would leave the forward pass two bits of mantissa, so no recipe accepts it (nor does Transformer Engine).
+    `E2M1` is that of NVFP4's codes.
     """
 
     E4M3 = FormatLimits(max_fwd=448.0, max_bwd=448.0)
     E5M2 = FormatLimits(max_fwd=57344.0, max_bwd=57344.0)
     HYBRID = FormatLimits(max_fwd=448.0, max_bwd=57344.0)
+    E2M1 = FormatLimits(max_fwd=6.0, max_bwd=6.0)
 
     def dtype(self, forward: bool) -> torch.dtype:
-        """The float8 dtype of that direction's tensors."""
+        """The float8 dtype of that direction's tensors; of E2M1 uint8, a byte for two codes."""
+        if self is Format.E2M1:
+            return torch.uint8
         if self is Format.E5M2 or (self is Format.HYBRID and not forward):
             return torch.float8_e5m2
         return torch.float8_e4m3fn
@@ -48,6 +52,28 @@ class Format(Enum):
     def fp8_max(self, forward: bool) -> float:
         """The largest finite value of `dtype(forward)`."""
         return self.value.max_fwd if forward else self.value.max_bwd
+
+
+class MMParams(NamedTuple):
+    """How a GEMM accumulates; of block scaling only `use_split_accumulator=True`."""
+
+    use_split_accumulator: bool = True
+
+
+class QParams(NamedTuple):
+    """How a tensor is quantized.
+
+    Attributes:
+        power_2_scale: scales that are powers of two.
+        amax_epsilon: the least amax of a block.
+        random_hadamard_transform, stochastic_rounding, fp4_2d_quantization: of NVFP4, which does not read the first two.
+    """
+
+    power_2_scale: bool = False
+    amax_epsilon: float = 0.0
+    random_hadamard_transform: bool = False
+    stochastic_rounding: bool = False
+    fp4_2d_quantization: bool = False
 
 
 class Recipe:
@@ -168,7 +194,7 @@ class Recipe:
 def check_recipe(recipe: Any) -> None:
     """Refuse E5M2 as a recipe's format, fp8_mha, and a backward that is neither in FP8 nor in high precision."""
     name = type(recipe).__name__
-    if not isinstance(recipe.fp8_format, Format) or recipe.fp8_format is Format.E5M2:
+    if not isinstance(recipe.fp8_format, Format) or recipe.fp8_format not in (Format.HYBRID, Format.E4M3):
         raise ValueError(
             f"{name}: fp8_format={recipe.fp8_format!s}; Format.HYBRID and Format.E4M3 are accepted "
             f"(E5M2 in the forward pass has too few mantissa bits to train with)."

@@ -12,12 +12,12 @@ Names, defaults and meaning are Transformer Engine's (`transformer_engine.common
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from reference.ops.library import twin
-from reference.recipes.base import Format, Recipe, check_recipe
+from reference.recipes.base import Format, MMParams, QParams, Recipe, check_recipe
 from reference.recipes.quantized import PRODUCTS, Operand, Products, Quantized
 from reference.recipes.quantizer import Quantizer
 from reference.recipes.roles import Role
@@ -26,25 +26,7 @@ ROWS = "blocks of 1 × 128"
 SQUARES = "blocks of 128 × 128"
 
 
-class MMParams(NamedTuple):
-    """How a GEMM accumulates; of block scaling only `use_split_accumulator=True`."""
-
-    use_split_accumulator: bool = True
-
-
 _SPLIT = MMParams()
-
-
-class QParams(NamedTuple):
-    """How a tensor is scaled.
-
-    Attributes:
-        power_2_scale: scales that are powers of two.
-        amax_epsilon: the least amax of a block.
-    """
-
-    power_2_scale: bool = False
-    amax_epsilon: float = 0.0
 
 
 @dataclass(unsafe_hash=True)

@@ -25,11 +25,13 @@ class Operand(NamedTuple):
         codes: `[rows, K]`, FP8 or plain numbers.
         scales: what the layout says: nothing, or the fp32 factor of a code `[1]`.
         layout: `PLAIN`, `PER_TENSOR`, or that of another recipe; with the other operand's it chooses the GEMM.
+        amax: the second level of scales, if the layout has one.
     """
 
     codes: torch.Tensor
     scales: torch.Tensor | None = None
     layout: str = PLAIN
+    amax: torch.Tensor | None = None
 
 
 class Stacked(NamedTuple):
@@ -153,16 +155,31 @@ PRODUCTS: dict[tuple[str, str], Products] = {
 """The GEMMs by the layouts of their operands; a recipe's file adds its own."""
 
 
+NUMBERS: dict[str, Callable[[Operand], torch.Tensor]] = {}
+"""What an operand's codes stand for, float64 `[rows, K]` on the CPU, by a layout whose scales are those of blocks."""
+
+
+def products(a: Operand, b: Operand) -> Products:
+    """The GEMMs of two operands; a sentence where there are none."""
+    found = PRODUCTS.get((a.layout, b.layout))
+    if found is None:
+        raise NotImplementedError(
+            f"a GEMM of {a.layout} and {b.layout} operands is not offered: a weight that quantized_model_init keeps in "
+            f"FP8 has one scale for all of it; with such weights DelayedScaling and Float8CurrentScaling are accepted."
+        )
+    return found
+
+
 def gemm(a: Operand, b: Operand, bias: torch.Tensor | None, out_dtype: torch.dtype, accumulate: str) -> torch.Tensor:
     """a·bᵀ + bias, by the operands' layouts."""
-    return PRODUCTS[a.layout, b.layout].multiply(a, b, bias, out_dtype, accumulate)
+    return products(a, b).multiply(a, b, bias, out_dtype, accumulate)
 
 
 def gemm_bias(x: Operand, w: Operand, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor | None:
     """A bias in the dtype that the GEMM of x and w takes."""
     if bias is None:
         return None
-    return as_dtype(bias, PRODUCTS[x.layout, w.layout].bias_of_fp32 if out_dtype == torch.float32 else out_dtype)
+    return as_dtype(bias, products(x, w).bias_of_fp32 if out_dtype == torch.float32 else out_dtype)
 
 
 def fprop(
@@ -192,7 +209,7 @@ def fprop_residual(
     """
     rest = (dropout[0], state_or_none(dropout[1], residual))
     bias = gemm_bias(x.row, w.row, bias, out_dtype)
-    fused = PRODUCTS[x.row.layout, w.row.layout].residual
+    fused = products(x.row, w.row).residual
     if fused is not None and how.fprop == "fast":
         return fused(x.row, w.row, bias, residual, out_dtype, *rest)
     return twin.bias_dropout_add(fprop(x, w, None, out_dtype, how), bias, residual, *rest)
@@ -208,7 +225,7 @@ def dgrad(g: Quantized, w: Operand | Stacked | None, out_dtype: torch.dtype, how
     first, *others = zip(pieces, w.parts, strict=True)
     dx = gemm(*first, None, torch.float32, how.dgrad)
     for piece, one in others:
-        PRODUCTS[piece.layout, one.layout].add(piece, one, dx)
+        products(piece, one).add(piece, one, dx)
     return as_dtype(dx, out_dtype)
 
 
@@ -220,5 +237,5 @@ def wgrad(
     assert x is not None
     if main_grad is None:
         return gemm(g.column, x, None, out_dtype, how.wgrad)
-    PRODUCTS[g.column.layout, x.layout].add(g.column, x, main_grad)
+    products(g.column, x).add(g.column, x, main_grad)
     return None

@@ -16,7 +16,10 @@ from reference.support import older_names
 Class = TypeVar("Class", bound=type)
 
 OPS = "each operation of te.ops is a plain module, and there is no operation fuser"
-RECIPES = "te.recipe has DelayedScaling, Float8CurrentScaling and Float8BlockScaling"
+RECIPES = (
+    "te.recipe has DelayedScaling, Float8CurrentScaling and Float8BlockScaling, and on a CPU MXFP8BlockScaling and "
+    "NVFP4BlockScaling"
+)
 QUANTIZED = "te.Float8Tensor, with one scale for all of it, is the quantized tensor there is"
 _STORAGE = "there are no storages apart from tensors; inside of layers an FP8 matrix is a tuple of codes and scales"
 EXPERTS = "there are no layers for a mixture of experts"
@@ -51,7 +54,7 @@ NAMES: dict[str, dict[str, str]] = {
         "te.optimizers has Adam, SGD and Adafactor": "newton_schulz newton_schulz_tp CusolverMpCtx",
         INTERNAL: "constants cpp_extensions dynamo numerics_debug torch_version triton utils",
     },
-    "recipe": {RECIPES: "CustomRecipe MXFP8BlockScaling NVFP4BlockScaling"},
+    "recipe": {RECIPES: "CustomRecipe"},
     "optimizers": {
         "te.optimizers has FusedAdam, FusedSGD and clip_grad_norm_": "MultiTensorApply multi_tensor_adam "
         "multi_tensor_adam_capturable multi_tensor_adam_capturable_master multi_tensor_adam_fp8 multi_tensor_applier "

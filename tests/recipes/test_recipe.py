@@ -42,6 +42,11 @@ def test_formats(fmt: te.Format, forward: torch.dtype, backward: torch.dtype) ->
     assert fmt.fp8_max(False) == torch.finfo(backward).max == fmt.value.max_bwd
 
 
+def test_the_format_of_four_bits() -> None:
+    e2m1 = te.Format.E2M1
+    assert (e2m1.dtype(True), e2m1.fp8_max(True), e2m1.fp8_max(False)) == (torch.uint8, 6.0, 6.0)
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -59,7 +64,7 @@ def test_formats(fmt: te.Format, forward: torch.dtype, backward: torch.dtype) ->
             for name, values in {
                 "margin": (19, 100, 10**30, True, np.int64(3), np.ones(2), "0", None, float("nan")),
                 "amax_history_len": (2**20 + 1, 10**30, True, np.int64(3), 4.0, "4", None, np.ones(2)),
-                "fp8_format": ("HYBRID", None, np.ones(2), [te.Format.HYBRID], te.Format.HYBRID.value),
+                "fp8_format": (te.Format.E2M1, "HYBRID", None, np.ones(2), [te.Format.HYBRID], te.Format.HYBRID.value),
                 "amax_compute_algo": ("MAX", None, ["max"], np.ones(2), b"max"),
                 "reduce_amax": ("False", 0, 1, None, np.ones(2), np.True_),
                 "fp8_dpa": ("False", 0, 1, None, np.ones(2), np.False_),

@@ -13,7 +13,15 @@ from shared.argument_values import BF16, numbers
 
 import reference as te
 from reference.memory.recompute import activation_recompute_forward
-from reference.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format, Recipe
+from reference.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Format,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    Recipe,
+)
 from reference.state.autocast import autocast
 from reference.state.model_init import quantized_model_init
 
@@ -136,6 +144,8 @@ CALLS: dict[str, tuple[Any, Run, list[dict[str, Any]]]] = {
         Float8BlockScaling, of_recipe(Float8BlockScaling), [{}, {"w_block_scaling_dim": 1}],
     ),
     "Float8CurrentScaling": (Float8CurrentScaling, of_recipe(Float8CurrentScaling), [{}]),
+    "MXFP8BlockScaling": (MXFP8BlockScaling, of_recipe(MXFP8BlockScaling), [{}]),
+    "NVFP4BlockScaling": (NVFP4BlockScaling, of_recipe(NVFP4BlockScaling), [{}]),
     "autocast": (
         autocast, of_autocast,
         [{}, {"enabled": False}, {"recipe": CURRENT}, {"enabled": False, "recipe": CURRENT}],
@@ -162,7 +172,8 @@ CALLS: dict[str, tuple[Any, Run, list[dict[str, Any]]]] = {
 }  # fmt: skip
 REQUIRED = ["logits", "target", "inp", "hidden", "weight", "t", "freqs"]
 VALUES: dict[str, list[Any]] = {
-    "margin": [2], "fp8_format": [Format.E4M3], "amax_history_len": [2], "amax_compute_algo": ["most_recent"],
+    "margin": [2], "fp8_format": [Format.E4M3, Format.HYBRID], "amax_history_len": [2],
+    "amax_compute_algo": ["most_recent"],
     "scaling_factor_compute_algo": [max], "backward_override": ["high_precision"], "params_dtype": [BF16],
     "override_linear_precision": [(True, False, False)], "device": ["cpu", "meta"], "amax_reduction_group": ["a group"],
     "recipe": [DelayedScaling(margin=3, amax_history_len=7), CURRENT], "num_layers": [2], "model_layers": [2],
@@ -173,7 +184,8 @@ VALUES: dict[str, list[Any]] = {
     "num_heads_kv": [1], "head_dim_k": [32], "head_dim_v": [32], "dtype": [torch.float16], "total_num_pages": [1],
     "page_size": [1], "max_ctx_len": [5], "qkv_format": ["sbhd"], "custom_cache_manager": ["one"],
     "scale": [torch.full((1,), 2.0)], "amax": [torch.full((1,), 99.0)], "fp8_dtype": [te.DType.kFloat8E5M2],
-    "amax_epsilon": [1000.0],
+    "amax_epsilon": [1000.0], "fp4_format": [Format.E4M3], "nvfp4_4over6": ["all"], "nvfp4_4over6_err_mode": ["MSE"],
+    "nvfp4_4over6_e4m3_use_256": ["none"],
 }  # fmt: skip
 # What is not read: where (the state's arguments that say so; {} is everywhere), and why it may be given.
 UNREAD: dict[str, tuple[list[dict[str, Any]], str]] = {
@@ -181,6 +193,9 @@ UNREAD: dict[str, tuple[list[dict[str, Any]], str]] = {
     "DelayedScaling.params_dtype": ([{}], "Megatron gives it"),
     "DelayedScaling.device": ([{}], "Megatron gives it"),
     "DelayedScaling.amax_compute_algo": ([{"amax_history_len": 1}], "of one amax the largest is the last"),
+    "MXFP8BlockScaling.enable_2d_quantization": (
+        [{}], "a power of two leaves a number's digits: it acts on weights of very different sizes, in its own tests",
+    ),
     "InferenceParams.max_ctx_len": ([{}], "Transformer Engine's programs give it; max_sequence_length is the limit"),
     "InferenceParams.qkv_format": ([{}], "Transformer Engine's programs give it; a layer's own format counts"),
     "autocast.recipe": ([{"enabled": False}], OFF_CONTEXT),

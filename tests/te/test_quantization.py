@@ -19,14 +19,14 @@ CURRENT = te.recipe.Float8CurrentScaling()
 def test_what_is_available(side: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert side.is_bf16_available() is True
     assert side.is_bf16_available(return_reason=True) == (True, "")
-    for name, recipe in (
-        ("is_mxfp8_available", "MXFP8BlockScaling"),
-        ("is_nvfp4_available", "NVFP4BlockScaling"),
+    for name, sentence in (
+        ("is_mxfp8_available", "te.recipe.MXFP8BlockScaling runs on a CPU alone: MXFP8 and NVFP4 need Blackwell"),
+        ("is_nvfp4_available", "te.recipe.NVFP4BlockScaling runs on a CPU alone: MXFP8 and NVFP4 need Blackwell"),
     ):
         assert getattr(side, name)() is False
         available, reason = getattr(side, name)(return_reason=True)
         assert not available
-        assert reason.startswith(f"recipe.{recipe} is not offered by Twin Engine: ")
+        assert reason.startswith(sentence)
         with pytest.raises(TypeError, match=f"^{name}: return_reason=1; True and False are accepted"):
             getattr(side, name)(1)
 
@@ -71,11 +71,20 @@ def test_recipes() -> None:
             getattr(te.quantization, name)("delayed")
 
 
+def test_padding_is_that_of_transformer_engine() -> None:
+    """Programs ask how many tokens to pad to; layers here take any number."""
+    of = te.quantization.get_align_size_for_quantization
+    assert (of(te.recipe.MXFP8BlockScaling()), of(te.recipe.NVFP4BlockScaling())) == (32, 128)
+
+
 def test_the_kinds_of_recipes() -> None:
     kinds = ("delayed", "float8_current_scaling", "float8_per_tensor_scaling", "mxfp8", "nvfp4", "custom")
     for recipe, own in ((te.DelayedScaling(), "delayed"), (CURRENT, "float8_current_scaling")):
         for kind in (*kinds, "float8_block_scaling"):
             assert getattr(recipe, kind)() is (kind in (own, "float8_per_tensor_scaling"))
+    for recipe, own in ((te.recipe.MXFP8BlockScaling(), "mxfp8"), (te.recipe.NVFP4BlockScaling(), "nvfp4")):
+        for kind in (*kinds, "float8_block_scaling"):
+            assert getattr(recipe, kind)() is (kind == own)
 
 
 def test_what_is_open_in_this_thread() -> None:

@@ -187,9 +187,9 @@ def test_names_with_an_obvious_answer_are_offered() -> None:
 
 REFUSED = {
     "root.pytorch.Fp8Padding(16)": "te.Fp8Padding is not offered by Twin Engine: there are no",
-    "root.common.recipe.MXFP8BlockScaling()": "recipe.MXFP8BlockScaling is not offered by Twin",
-    "root.pytorch.NVFP4BlockScaling()": "recipe.NVFP4BlockScaling is not offered by Twin Engine: te.recipe has Del",
-    "reference.NVFP4BlockScaling": "recipe.NVFP4BlockScaling is not offered by Twin Engine: te.recipe has Del",
+    "root.common.recipe.CustomRecipe()": "recipe.CustomRecipe is not offered by Twin",
+    "root.pytorch.CustomRecipe()": "recipe.CustomRecipe is not offered by Twin Engine: te.recipe has Del",
+    "reference.CustomRecipe": "recipe.CustomRecipe is not offered by Twin Engine: te.recipe has Del",
     "root.pytorch.GroupedLinear(2, 16, 16)": "te.GroupedLinear is not offered by Twin Engine: there are no layers",
     "root.pytorch.router.fused_moe_aux_loss()": "fused_moe_aux_loss is not offered by Twin Engine: there are no lay",
     "root.pytorch.export.onnx_export()": "te.onnx_export is not offered by Twin Engine: there is no export",

@@ -13,7 +13,7 @@ from reference.nn.core.autograd import differentiable, wanted
 from reference.nn.core.checks import activation_dtype, check_tensor
 from reference.nn.core.context import ModuleContext
 from reference.nn.core.module import TransformerEngineBaseModule
-from reference.recipes.quantized import Quantized, as_dtype, rows_of
+from reference.recipes.quantized import PER_TENSOR, Quantized, as_dtype, rows_of
 from reference.recipes.roles import Role, Roles
 from reference.state.applied_device import byte_after
 from reference.state.autocast import current
@@ -31,9 +31,14 @@ class Plan(NamedTuple):
 
 def _tensor(x: Quantized, dtype: torch.dtype) -> torch.Tensor:
     """x as a Float8Tensor; outside of FP8, and where a compiler or a dispatch mode looks on, as its numbers."""
-    codes, scale_inv, _ = x.row
+    codes, scale_inv, layout, _ = x.row
     if scale_inv is None:
         return codes
+    if layout != PER_TENSOR:
+        raise NotImplementedError(
+            f"ops.Quantize under a recipe of {layout} tensors is not offered: its result is a Float8Tensor, which has "
+            f"one scale; DelayedScaling and Float8CurrentScaling are accepted."
+        )
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return dequantized(codes, scale_inv, dtype)
     te_dtype = TE_DTYPES[codes.dtype]

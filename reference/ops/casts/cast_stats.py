@@ -97,6 +97,18 @@ def _total(pieces: np.ndarray) -> float:
 
 
 @np.errstate(all="ignore")
+def add_lost(counts: torch.Tensor, sums: torch.Tensor, x: torch.Tensor, numbers: torch.Tensor) -> None:
+    """Underflows and noise of x, by the numbers (float64) that codes of blocks stand for; such do not saturate.
+
+    `counts` and `sums` are those of the op without q.
+    """
+    v, stands_for = formats.widen(x.detach()).double().numpy().ravel(), numbers.numpy().ravel()
+    finite = np.isfinite(v)
+    counts[1] = int((finite & (v != 0) & (stands_for == 0)).sum())
+    sums[1] = _total(_piece_sums(np.where(finite, (v - stands_for) ** 2, 0.0)))
+
+
+@np.errstate(all="ignore")
 def _measure(counts: torch.Tensor, sums: torch.Tensor, x: torch.Tensor, q: torch.Tensor | None, factors: Any) -> None:
     """Write counts and sums; `factors`: scale_inv of all elements, one or each its own, fp32."""
     found, signal, noise = np.zeros(4, np.int64), [np.zeros(0)], [np.zeros(0)]
