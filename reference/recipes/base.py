@@ -66,7 +66,7 @@ class QParams(NamedTuple):
     Attributes:
         power_2_scale: scales that are powers of two.
         amax_epsilon: the least amax of a block.
-        random_hadamard_transform, stochastic_rounding, fp4_2d_quantization: of NVFP4, which does not read the first two.
+        random_hadamard_transform, stochastic_rounding, fp4_2d_quantization: of NVFP4, which reads no other.
     """
 
     power_2_scale: bool = False
