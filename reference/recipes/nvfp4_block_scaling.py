@@ -101,6 +101,10 @@ class NVFP4BlockScaling(Recipe):
         return True
 
     @property
+    def sees_other_tokens(self) -> bool:
+        return True
+
+    @property
     def fp4_quant_fwd_inp(self) -> QParams:
         """How inputs are quantized."""
         return QParams(random_hadamard_transform=not self.disable_rht)

@@ -179,7 +179,7 @@ def test_a_sample_is_what_the_whole_text_gives(precision: str) -> None:
     model, read = trainer.model, list[int]()
     model.register_forward_pre_hook(lambda _, args: read.append(len(args[0])))
     found = trainer.sample(b"7 * ", 20)
-    assert read == ([4, *[1] * 12] if precision in ("bf16", "delayed") else [*range(4, 17)]) + [16] * 7
+    assert read == ([*range(4, 17)] if precision in ("current", "nvfp4") else [4, *[1] * 12]) + [16] * 7
     text = b"7 * "
     with torch.no_grad():
         model.eval()
@@ -335,7 +335,7 @@ def test_the_rate_rises_and_falls_as_a_cosine() -> None:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"precision": "fp4"}, r"precision='fp4'; bf16, delayed, current, block are accepted\."),
+        ({"precision": "fp4"}, r"precision='fp4'; bf16, delayed, current, block, mxfp8, nvfp4 are accepted\."),
         ({"heads": 3}, r"hidden=32 with heads=3; a multiple"),
         ({"dropout": 1.0}, r"dropout=1\.0; a number from 0 to below 1"),
         ({"vocabulary": 255}, r"vocabulary=255; at least 256"),

@@ -42,7 +42,7 @@ def outputs(x: torch.Tensor, dtype: torch.dtype, square: bool) -> Two:
 def cast_mxfp8(x: torch.Tensor, dtype: torch.dtype, square: bool) -> Two:
     """x `[rows, K]` -> (codes `[rows, ceil32(K)]` of `dtype`, scales uint8 `[rows, ceil32(K) / 32]`)."""
     codes, scales = outputs(x, dtype, square)
-    one = torch.ones(())
+    one = torch.ones((), dtype=torch.float32, device="cpu")
     largest = formats.format_of(dtype).largest * one
     amax = block_formats.block_amax(x.masked_fill(x.isnan(), 0), BLOCK, square)
     scales.copy_(block_formats.e8m0_above(amax / largest))
