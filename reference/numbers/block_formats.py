@@ -96,7 +96,7 @@ def unpack(packed: torch.Tensor) -> torch.Tensor:
 @cache
 def _pairs() -> torch.Tensor:
     """The two numbers of each byte: fp32 `[256, 2]`."""
-    values = torch.tensor([*E2M1_VALUES, *(-value for value in E2M1_VALUES)], device="cpu")
+    values = torch.tensor([*E2M1_VALUES, *(-value for value in E2M1_VALUES)], dtype=torch.float32, device="cpu")
     return values[unpack(torch.arange(256, dtype=torch.uint8, device="cpu")[:, None]).int()]
 
 

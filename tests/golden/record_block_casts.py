@@ -22,6 +22,8 @@ import numpy as np
 import torch
 from shared.block_vectors import NOT_FINITE, PATH, VECTORS, Vector, canonical, made
 
+from reference.support import files
+
 KINDS = {"rows": ((1, 16), False), "square": ((16, 16), False), "hadamard": ((1, 16), True)}
 
 
@@ -106,7 +108,8 @@ def main() -> None:
             words |= {f"mxfp8 {vector} {name}": x for name, x in mxfp8(of_mxfp8, vector).items()}
     arrays = {name: (x.view(torch.uint8) if x.itemsize == 1 else x).numpy() for name, x in words.items()}
     version = (root / "build_tools/VERSION.txt").read_text("utf-8").strip()
-    np.savez_compressed(PATH, source=np.array(f"{version} {commit.stdout.strip()}"), **arrays)
+    with files.replacing(PATH) as file:
+        np.savez_compressed(file, source=np.array(f"{version} {commit.stdout.strip()}"), **arrays)
 
 
 if __name__ == "__main__":

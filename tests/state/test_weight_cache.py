@@ -151,7 +151,7 @@ def test_a_module_that_an_older_version_pickled_keeps_its_cast(same_bits) -> Non
     with te.autocast(recipe=RECIPES[0]):
         layer(x, is_first_microbatch=True)
     ((key, cast),) = layer._store.casts.items()
-    (codes, scale_inv, layout), column = cast
+    (codes, scale_inv, layout, _), column = cast
     assert column is not None
     as_bytes = [(t.view(torch.uint8), t.dtype) for t in (codes, column.codes)]
     same, older = copy.deepcopy(layer), te.Linear(32, 32, params_dtype=torch.bfloat16)

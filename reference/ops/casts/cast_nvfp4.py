@@ -72,9 +72,12 @@ def random_bytes(rng_state: torch.Tensor, blocks: int) -> torch.Tensor:
 def cast_nvfp4(x: torch.Tensor, square: bool, rng_state: torch.Tensor | None) -> Three:
     """x `[rows, K]` -> (codes uint8 `[rows, ceil16(K) / 2]`, scales E4M3 `[rows, ceil16(K) / 16]`, amax fp32 `[1]`)."""
     codes, scales, amax = outputs(x, square, rng_state)
-    amax.copy_(x.abs().amax() if x.numel() else torch.zeros(()))
+    if x.numel():
+        amax.copy_(x.abs().amax())
+    else:
+        amax.zero_()
     # Divisions of two tensors: torch divides a number by a tensor as reciprocal times number.
-    one, most = torch.ones(()), torch.finfo(torch.float32).max
+    one, most = torch.ones((), dtype=torch.float32, device="cpu"), torch.finfo(torch.float32).max
     encode = torch.div(LARGEST * one, amax).clamp(max=most)
     encode = torch.where(encode == 0, one, encode)
     decode = torch.div(one, encode)

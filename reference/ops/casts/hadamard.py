@@ -26,7 +26,7 @@ SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 def matrix() -> torch.Tensor:
     """s_i · H_ij / 4, fp32 `[16, 16]`."""
     rows = [[sign * (-1) ** (i & j).bit_count() / 4 for j in range(BLOCK)] for i, sign in enumerate(SIGNS)]
-    return torch.tensor(rows, device="cpu")
+    return torch.tensor(rows, dtype=torch.float32, device="cpu")
 
 
 def outputs(x: torch.Tensor) -> torch.Tensor:

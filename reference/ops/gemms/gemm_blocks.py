@@ -40,7 +40,7 @@ def _chain(
     a: torch.Tensor, b: torch.Tensor, a_scales: torch.Tensor, b_scales: torch.Tensor, partial: Partial
 ) -> torch.Tensor:
     """acc `[M, N]` of a `[M, blocks, block]`, b `[N, blocks, block]` and fp32 scales `[M, blocks]`, `[N, blocks]`."""
-    acc = torch.zeros(a.shape[0], b.shape[0])
+    acc = torch.zeros((a.shape[0], b.shape[0]), dtype=torch.float32, device="cpu")
     for block in range(a.shape[1]):
         acc += partial(a[:, block], b[:, block]) * torch.outer(a_scales[:, block], b_scales[:, block])
     return acc
@@ -78,7 +78,7 @@ def _product_nvfp4(
         for codes, scales in ((a, a_scales), (b, b_scales))
     )
     acc = _chain(x, y, formats.decode(a_scales), formats.decode(b_scales), _at_once)
-    return acc * torch.div(a_amax * b_amax, torch.full((1,), cast_nvfp4.LARGEST**2))
+    return acc * torch.div(a_amax * b_amax, torch.full((1,), cast_nvfp4.LARGEST**2, dtype=torch.float32, device="cpu"))
 
 
 def _check(op: str, name: str, x: torch.Tensor, like: torch.Tensor) -> None:
