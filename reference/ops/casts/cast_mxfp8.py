@@ -13,9 +13,9 @@ what is outside of x counts for no amax. A block of zeros has the scale 2^-127 (
 and infinities become the code 0x7F, so that none ends as an ordinary number. (Transformer Engine's kernels write
 ±fp8_max for an infinity.)
 
-Codes and scales are those of Transformer Engine 2.20's reference for square blocks (`tests/pytorch/
-test_mxfp8_2d_quantize.py`) and, for rows, of its C++ one (`tests/cpp/operator/test_cast_mxfp8.cu`), which multiplies by
-fp32(1 / fp8_max): for every amax that gives the same power of two.
+Codes and scales of finite numbers are those of Transformer Engine 2.20's reference of square blocks in E4M3
+(`tests/pytorch/test_mxfp8_2d_quantize.py`), and of its formulas along rows. Its kernels multiply by fp32(1 / fp8_max)
+instead: for every amax that gives the same power of two.
 """
 
 import torch
