@@ -33,7 +33,7 @@ import torch
 
 from reference.numbers import block_formats, formats, philox
 from reference.ops.casts import cast_nvfp4, hadamard  # noqa: F401  (declares the ops)
-from reference.ops.gemms import gemm_blocks  # noqa: F401  (declares the ops)
+from reference.ops.gemms import gemm_block_formats  # noqa: F401  (declares the ops)
 from reference.ops.library import twin
 from reference.recipes.base import Format, QParams, Recipe, check_recipe
 from reference.recipes.quantized import NUMBERS, PRODUCTS, Operand, Products, Quantized

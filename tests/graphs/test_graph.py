@@ -12,13 +12,11 @@ from shared.graph_cases import (
     BF16,
     HIDDEN,
     RECIPE,
-    Captured,
     pretended,  # noqa: F401  (a fixture)
     state,
 )
 
 import reference as te
-from reference.state import graph_seeds
 from reference.support.nested import tensors_of
 
 
@@ -71,9 +69,6 @@ def test_a_graph_replays_the_bits_of_eager_mode(fp8: bool) -> None:
     import optimized
 
     compare(chain(optimized), "cuda", fp8)
-
-
-graph_seeds.follow(Captured)
 
 
 @pytest.mark.sample(1)

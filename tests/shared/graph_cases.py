@@ -57,6 +57,9 @@ class Captured:
     def reset(self) -> None: ...
 
 
+graph_seeds.follow(Captured)
+
+
 @contextlib.contextmanager
 def captured() -> Iterator[None]:
     one = Captured()

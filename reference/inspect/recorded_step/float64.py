@@ -19,6 +19,7 @@ from reference.ops.attentions.attention import NO_LIMIT, keep_pairs, limits
 from reference.ops.attentions.attention_lengths import entries
 from reference.ops.attentions.attention_options import Options
 from reference.ops.attentions.attention_packed import gathered, scattered
+from reference.ops.casts.cast_blocks import of_each
 from reference.ops.casts.cat_cast_transpose import side_by_side
 from reference.ops.random.dropout import dropped, keep_scale, threshold
 
@@ -50,6 +51,11 @@ def _gemm(a: T, b: T, bias: T | None) -> T:
 
 def _gemm_fp8(a: T, b: T, a_scale_inv: T, b_scale_inv: T, bias: T | None) -> T:
     return _gemm(_numbers(a, a_scale_inv), _numbers(b, b_scale_inv), bias)
+
+
+def _gemm_fp8_blocks(a: T, b: T, sa: T, sb: T, a_square: bool, b_square: bool, bias: T | None) -> T:
+    one = _numbers(a, of_each(sa, a.shape[0], a.shape[1], a_square))
+    return _gemm(one, _numbers(b, of_each(sb, b.shape[0], b.shape[1], b_square)), bias)
 
 
 def _act(x: T, kind: str) -> T:
@@ -188,6 +194,8 @@ def _activation_backward(grad: T, x: T, kind: str) -> Results:
 OPS: dict[str, Callable[..., Results]] = {
     "cast": lambda x, *_: [x.double()],
     "cast_transpose": lambda x, *_: [x.double()],
+    "cast_blocks": lambda x, *_: [x.double()],
+    "cast_blocks_transpose": lambda x, *_: [x.double()],
     "cast_transpose_dbias": lambda x, *_: [x.double(), None, None, x.double().sum(0)],
     "cat_cast_transpose_dbias": _joined,
     "dbias": lambda grad: [grad.double().sum(0)],
@@ -200,6 +208,9 @@ OPS: dict[str, Callable[..., Results]] = {
     "norm_backward": _norm_backward,
     "gemm": lambda a, b, bias, _: [_gemm(a, b, bias)],
     "gemm_fp8": lambda a, b, sa, sb, bias, *_: [_gemm_fp8(a, b, sa, sb, bias)],
+    "gemm_fp8_blocks": lambda a, b, sa, sb, a_square, b_square, bias, _: [
+        _gemm_fp8_blocks(a, b, sa, sb, a_square, b_square, bias)
+    ],
     "gemm_fp8_activation": lambda a, b, sa, sb, bias, _, kind, *more: [
         h := _gemm_fp8(a, b, sa, sb, bias),
         _act(h, kind),

@@ -23,11 +23,12 @@ from reference.inspect.recorded_step.float64 import evaluated
 from reference.inspect.recorded_step.ops import decoded, dtype_name
 from reference.inspect.recorded_step.replay import read_name, result_names, written_name
 from reference.numbers import formats
+from reference.ops.casts.cast_blocks import of_each
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _WIDE = (torch.float32, torch.bfloat16, torch.float16)
 # No matrices of numbers, or shown already.
-_ASIDE = ("codes_t", "scale_inv", "mean", "rstd", "m", "inv")
+_ASIDE = ("codes_t", "scale_inv", "scale_inv_t", "mean", "rstd", "m", "inv")
 
 
 @dataclass(frozen=True)
@@ -69,12 +70,16 @@ class Statistics:
         for i, x in enumerate(written):
             self._look(number, op, x, "made it in", written_name, i)
         names = result_names(op)
-        wide = evaluated(op.name.removeprefix("twin::"), decoded(op.args, read))
+        args = decoded(op.args, read)
+        wide = evaluated(op.name.removeprefix("twin::"), args)
         for i, name in enumerate(names):
             if i < len(written) and name not in _ASIDE and written[i].numel() and written[i].dtype in (*_FP8, *_WIDE):
                 scale_inv = None
                 if written[i].dtype in _FP8:
                     scale_inv = next((written[j] for j in range(i + 1, len(names)) if names[j] == "scale_inv"), None)
+                    if scale_inv is not None and op.name.startswith("twin::cast_blocks"):
+                        rows, cols = written[i].shape
+                        scale_inv = of_each(scale_inv, rows, cols, args[2])
                 cast = self._name(op, 0) if scale_inv is not None and name == "codes" and i == 0 else name
                 self.rows.append(_row(number, op, cast, written[i], scale_inv, wide[i] if i < len(wide) else None))
         if op.name == "twin::multi_cast_transpose":
@@ -110,13 +115,13 @@ def _row(
     values = (formats.decode(x) if x.dtype in _FP8 else x).double()
     seen = values
     if scale_inv is not None and x.dtype in _FP8:
-        scale = 1.0 / scale_inv.item()
+        scale = 1.0 / scale_inv.item() if scale_inv.numel() == 1 else None
         seen = values * scale_inv.double()
         if wide is not None:
             fmt = formats.format_of(x.dtype)
-            clipped = (wide * scale).abs() >= fmt.largest + fmt.spacing(fmt.largest) / 2
+            clipped = (wide / scale_inv.double()).abs() >= fmt.largest + fmt.spacing(fmt.largest) / 2
             saturated, underflowed = _share(clipped), _share((values == 0) & (wide != 0))
-    magnitude = seen if wide is None or scale is None else wide
+    magnitude = seen if wide is None or scale_inv is None else wide
     finite = magnitude[magnitude.isfinite()].abs()
     return Row(
         number, op.at, op.phase, op.name.removeprefix("twin::"), tensor, dtype_name(x.dtype), tuple(x.shape),

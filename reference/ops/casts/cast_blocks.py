@@ -65,6 +65,13 @@ def scale_shape(rows: int, cols: int, square: bool) -> tuple[int, int]:
     return blocks_of(cols), ceil4(rows)
 
 
+def of_each(scales: torch.Tensor, rows: int, cols: int, square: bool) -> torch.Tensor:
+    """The number of each element's block, `[rows, cols]`, of scales as the ops write them."""
+    if square:
+        return scales.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :cols]
+    return scales[:, :rows].t().repeat_interleave(BLOCK, 1)[:, :cols]
+
+
 def check_blocks(op: str, x: torch.Tensor, dtype: torch.dtype, square: bool, dialect: str, epsilon: float) -> None:
     """Refuse what the casts in blocks do not accept; `op` names the caller in the error."""
     check_input(op, "x", x)

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from reference.numbers import formats
-from reference.ops.casts.cast_blocks import BLOCK, scale_shape
+from reference.ops.casts.cast_blocks import of_each, scale_shape
 from reference.ops.checks import check_input, check_like
 from reference.ops.library import define
 
@@ -152,10 +152,5 @@ def cast_stats(x: torch.Tensor, q: torch.Tensor | None, scale_inv: torch.Tensor 
 def cast_stats_blocks(x: torch.Tensor, q: torch.Tensor, scale_inv: torch.Tensor, square: bool) -> Two:
     """`cast_stats` of what `twin::cast_blocks` made; scale_inv has its layout."""
     counts, sums = blocks_outputs(x, q, scale_inv, square)
-    rows, cols = x.shape
-    if square:
-        factors = scale_inv.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :cols]
-    else:
-        factors = scale_inv[:, :rows].t().repeat_interleave(BLOCK, 1)[:, :cols]
-    _measure(counts, sums, x, q, factors.expand(rows, cols))
+    _measure(counts, sums, x, q, of_each(scale_inv, x.shape[0], x.shape[1], square))
     return counts, sums

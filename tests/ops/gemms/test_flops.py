@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import reference as te
+from reference.ops import library
 
 BF16 = torch.bfloat16
+ATTENTIONS = ("attention", "attention_backward", "attention_fp8", "attention_fp8_backward")
 HIDDEN, FFN, HEADS, TOKENS, BATCH = 32, 64, 4, 16, 2
 
 
@@ -92,3 +94,17 @@ def test_gradients_that_are_added_to_main_grad_count_too(fp8: bool) -> None:
     layer = te.Linear(HIDDEN, 48, params_dtype=BF16, fuse_wgrad_accumulation=True)
     layer.weight.main_grad = torch.zeros(48, HIDDEN)
     assert counted(layer, fp8) == counted(sequential(HIDDEN, 48), False)
+
+
+def test_every_gemm_and_attention_is_counted() -> None:
+    names = {name for name in vars(library.twin) if name.startswith("gemm") or name in ATTENTIONS}
+    assert {name for name in names if getattr(torch.ops.twin, name) not in flop_registry} == set()
+
+
+@pytest.mark.parametrize("name", [name for name in te.recipe.__all__ if name.endswith("Scaling")])
+def test_a_layer_has_one_count_whatever_the_recipe(name: str) -> None:
+    """Its backward included; tokens and features are whole blocks."""
+    layer, x = te.Linear(128, 256, params_dtype=BF16), torch.randn(128, 128, dtype=BF16, requires_grad=True)
+    with FlopCounterMode(display=False) as counted, te.autocast(recipe=getattr(te.recipe, name)()):
+        layer(x).sum().backward()
+    assert counted.get_total_flops() == 3 * 2 * 128 * 128 * 256
