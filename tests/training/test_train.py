@@ -335,7 +335,7 @@ def test_the_rate_rises_and_falls_as_a_cosine() -> None:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"precision": "fp4"}, r"precision='fp4'; bf16, delayed, current are accepted\."),
+        ({"precision": "fp4"}, r"precision='fp4'; bf16, delayed, current, mxfp8, nvfp4 are accepted\."),
         ({"heads": 3}, r"hidden=32 with heads=3; a multiple"),
         ({"dropout": 1.0}, r"dropout=1\.0; a number from 0 to below 1"),
         ({"vocabulary": 255}, r"vocabulary=255; at least 256"),
