@@ -24,7 +24,7 @@ sys.path.remove(str(HERE))
 
 
 def _digest(folder: Path) -> str:
-    """A digest of the kernels and of what compiles them; `optimized.cuda.packaged.digest` computes the same."""
+    """A digest of the kernels and of what compiles them; `optimized.cuda.wheel_cubins.digest` computes the same."""
     digest = hashlib.sha256((folder / "cuda" / "compiler.py").read_bytes())
     for path in sorted(path for path in (folder / "kernels").rglob("*.cu*") if path.is_file()):
         digest.update(f"{path.relative_to(folder).as_posix()}\0".encode() + path.read_bytes())

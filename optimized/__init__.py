@@ -17,9 +17,9 @@ import torch
 
 import optimized.ops
 import reference
-from optimized.cuda import ahead as _ahead
 from optimized.cuda import device as _device
-from optimized.replay import Player as _Player
+from optimized.cuda import precompile as _ahead
+from optimized.tapes import Player as _Player
 from reference import (  # noqa: F401
     CudaRNGStatesTracker,
     DelayedScaling,
@@ -48,7 +48,6 @@ from reference import (  # noqa: F401
     get_device_compute_capability,
     init_fp8_state,
     is_bf16_available,
-    is_fp8_block_scaling_available,
     is_mxfp8_available,
     is_nvfp4_available,
     load_fp8_state,
@@ -87,6 +86,12 @@ def is_fp8_available(return_reason: bool = False) -> bool | tuple[bool, str]:
     return quantization.answer("is_fp8_available", (not problems, " ".join(problems)), return_reason)
 
 
+def is_fp8_block_scaling_available(return_reason: bool = False) -> bool | tuple[bool, str]:
+    """As `is_fp8_available`."""
+    problems = _device.problems()
+    return quantization.answer("is_fp8_block_scaling_available", (not problems, " ".join(problems)), return_reason)
+
+
 def install_as_transformer_engine() -> None:
     """As `reference.install_as_transformer_engine`, for this package."""
     _stand_in.install(sys.modules[__name__])
@@ -98,10 +103,10 @@ class _OneClass(type):
     def __instancecheck__(cls, instance: Any) -> bool:
         return super().__instancecheck__(instance) or issubclass(type(instance), cls)
 
-    def __subclasscheck__(cls, kind: type) -> bool:
+    def __subclasscheck__(cls, subclass: type) -> bool:
         # A class that a program derives from one of these has only its own instances.
         named = _OnHopper in cls.__bases__
-        return super().__subclasscheck__(kind) or (named and issubclass(kind, cls.__bases__[-1]))
+        return super().__subclasscheck__(subclass) or (named and issubclass(subclass, cls.__bases__[-1]))
 
 
 class _OnHopper(DeviceDefault, metaclass=_OneClass):
@@ -110,9 +115,9 @@ class _OnHopper(DeviceDefault, metaclass=_OneClass):
     default_device = "cuda"
 
     @classmethod
-    def same_side(cls, kind: Any) -> Any:
+    def same_side(cls, layer_type: Any) -> Any:
         """This package's class of that name, if it has one."""
-        return _HERE.get(kind, kind)
+        return _HERE.get(layer_type, layer_type)
 
     @classmethod
     def resolve_device(cls, device: torch.device | str | None) -> torch.device:
@@ -179,9 +184,9 @@ class RotaryPositionEmbedding(_OnHopper, reference.RotaryPositionEmbedding):
 
 
 _HERE: dict[Any, Any] = {
-    getattr(reference, name): kind
-    for name, kind in tuple(globals().items())
-    if isinstance(kind, type) and issubclass(kind, _OnHopper) and kind is not _OnHopper
+    getattr(reference, name): cls
+    for name, cls in tuple(globals().items())
+    if isinstance(cls, type) and issubclass(cls, _OnHopper) and cls is not _OnHopper
 }
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from optimized.cuda.ahead import Configuration
+from optimized.cuda.precompile import Configuration
 from optimized.ops import MODULES
 from optimized.ops.gemms import gemm, gemm_fp8, gemm_fused
 from optimized.ops.gemms.gemm_tile import FP8_TILES, K_BLOCK_BYTES, TILES

@@ -30,7 +30,7 @@ from reference.nn.attentions.dot_product_attention import DotProductAttention
 from reference.nn.attentions.inference import InferenceParams
 from reference.nn.attentions.multihead_attention import MultiheadAttention
 from reference.nn.attentions.rotary_embedding import RotaryPositionEmbedding, apply_rotary_pos_emb
-from reference.nn.core.fp8_checkpoint import init_fp8_state, load_fp8_state, transformer_engine_state_dict
+from reference.nn.core.fp8_state_io import init_fp8_state, load_fp8_state, transformer_engine_state_dict
 from reference.nn.layers.cross_entropy import cross_entropy, parallel_cross_entropy
 from reference.nn.layers.embedding import Embedding
 from reference.nn.layers.fused_linear_cross_entropy import fused_linear_cross_entropy

@@ -13,9 +13,9 @@ import torch
 
 from reference import recipe
 from reference.arguments import check_arguments
-from reference.float8.float8_quantizer import KINDS, DType
+from reference.float8.float8_quantizer import TE_DTYPES, DType
 from reference.ops.casts.cast_mxfp8 import CPU_ONLY
-from reference.recipe import DelayedScaling, Float8CurrentScaling, Format, Recipe
+from reference.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format, Recipe
 from reference.state import model_init
 from reference.state.autocast import autocast, current, fp8_autocast
 from reference.state.model_init import fp8_model_init, quantized_model_init
@@ -25,6 +25,7 @@ from reference.support import not_offered
 __all__ = [
     "DelayedScaling",
     "FP8GlobalStateManager",
+    "Float8BlockScaling",
     "Float8CurrentScaling",
     "Format",
     "Recipe",
@@ -81,8 +82,8 @@ def check_nvfp4_support() -> Support:
 
 
 def check_fp8_block_scaling_support() -> Support:
-    """(False, why the recipe Float8BlockScaling is not offered)."""
-    return _without_recipe("Float8BlockScaling")
+    """(True, ""), as `check_fp8_support`."""
+    return check_fp8_support()
 
 
 def check_recipe_support(recipe: Recipe) -> None:
@@ -141,7 +142,7 @@ def is_nvfp4_available(return_reason: bool = False) -> Answer:
 
 
 def is_fp8_block_scaling_available(return_reason: bool = False) -> Answer:
-    """False; with `return_reason` also why."""
+    """As `is_fp8_available`."""
     return answer("is_fp8_block_scaling_available", check_fp8_block_scaling_support(), return_reason)
 
 
@@ -177,7 +178,7 @@ def get_fp8_torch_dtype(fp8_recipe: Recipe, fprop_tensor: bool = True) -> torch.
 def get_fp8_te_dtype(fp8_recipe: Recipe, fprop_tensor: bool = True) -> DType:
     """The format of `get_fp8_torch_dtype`, as a `te.DType`."""
     _check_recipe("get_fp8_te_dtype", fp8_recipe)
-    return KINDS[fp8_recipe.fp8_format.dtype(fprop_tensor)]
+    return TE_DTYPES[fp8_recipe.fp8_format.dtype(fprop_tensor)]
 
 
 def get_fp8_max(fp8_recipe: Recipe, fprop_tensor: bool = True) -> float:

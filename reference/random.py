@@ -3,7 +3,7 @@
 In each forward a layer with dropout draws a seed from torch's default CPU generator, on every device (attention one, a
 TransformerLayer one more for its hidden states), and makes its masks from it by Philox
 (`reference.ops.random.dropout`). So `torch.manual_seed` or `torch.set_rng_state` decides about the masks on a CPU and
-on a GPU, in eager mode, under `torch.compile`, from `make_graphed_callables`, and in a checkpoint's recomputation.
+on a GPU, in eager mode, under `torch.compile`, from `make_graphed_callables`, and in a recomputation.
 `torch.cuda.manual_seed` alone has no effect.
 
 The same holds in a CUDA graph that you capture yourself by PyTorch: a capture draws nothing, and each replay draws what

@@ -3,7 +3,8 @@
 Names, defaults and meaning are Transformer Engine's (`transformer_engine.common.recipe`).
 """
 
-from reference.recipes.base import Format, Recipe
+from reference.recipes.base import Format, MMParams, QParams, Recipe
+from reference.recipes.block_scaling import Float8BlockScaling
 from reference.recipes.by_layer import AUTOCAST, by_layer
 from reference.recipes.current_scaling import Float8CurrentScaling
 from reference.recipes.delayed_scaling import DelayedScaling
@@ -14,10 +15,13 @@ from reference.support import not_offered
 __all__ = [
     "AUTOCAST",
     "DelayedScaling",
+    "Float8BlockScaling",
     "Float8CurrentScaling",
     "Format",
+    "MMParams",
     "MXFP8BlockScaling",
     "NVFP4BlockScaling",
+    "QParams",
     "Recipe",
     "by_layer",
 ]

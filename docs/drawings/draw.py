@@ -258,8 +258,8 @@ DRAWINGS = {
     "layer": layer,
     "norm": norm,
     "record": machinery.record,
-    "replay": machinery.replay,
     "simulator": machinery.simulator,
+    "tapes": machinery.tapes,
 }
 
 if __name__ == "__main__":

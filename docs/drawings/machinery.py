@@ -1,15 +1,15 @@
-"""Drawings of what runs the kernels: compiling, replaying, recording, and a GPU that is simulated; see draw.py."""
+"""Drawings of what runs the kernels: compiling, tapes, recording, and a GPU that is simulated; see draw.py."""
 
 from itertools import pairwise
 
 from canvas import GRAD, GREY, HOLLOW, PALE, Drawing, W, X, Y
 
 
-def replay() -> Drawing:
-    """How the calls of one kind settle, what a tape's arguments are, and where the memory lies."""
-    d = Drawing(820, 690, "Replay: the first call is measured, the second recorded, later ones are replayed anywhere")
-    rows = (("first call of a kind", "measured"), ("second call", "recorded"), ("other addresses", "moved"))
-    for y, (bold, plain) in zip((50, 132, 214, 296), (*rows, ("known addresses", "replayed")), strict=True):
+def tapes() -> Drawing:
+    """How the calls of one group settle, what a tape's arguments are, and where the memory lies."""
+    d = Drawing(820, 690, "Tapes: the first call is measured, the second recorded, later ones are played anywhere")
+    rows = (("first call of a group", "measured"), ("second call", "recorded"), ("other addresses", "moved"))
+    for y, (bold, plain) in zip((50, 132, 214, 296), (*rows, ("known addresses", "played")), strict=True):
         d.text(20, y, bold, bold=True)
         d.text(20, y + 17, plain, 12.5)
     for y in (30, 112):

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from optimized import defaults, measure
 from optimized.commands import CommandError, check_folder, positive
-from optimized.cuda import ahead, compiler, packaged
+from optimized.cuda import compiler, precompile, wheel_cubins
 from optimized.cuda.device import MissingDependency
 from reference.support import files
 
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--wheel", action="store_true", help="pack them, so that wheels built in this clone have them")
 
 
-def _pack(wanted: list[ahead.Configuration], folder: Path, console: Console) -> None:
+def _pack(wanted: list[precompile.Configuration], folder: Path, console: Console) -> None:
     """Write the binaries that .wheel/hook.py puts into a wheel."""
     entries: dict[str, dict[str, bytes]] = {}
     for kernel, defines in wanted:
@@ -37,7 +37,7 @@ def _pack(wanted: list[ahead.Configuration], folder: Path, console: Console) -> 
         entries.setdefault(kernel, {})[name] = content
     kernel, defines = wanted[0]
     first = [kernel, defines, compiler.key(kernel, defines)]
-    size = packaged.write(folder, entries, {"nvrtc": compiler.nvrtc_version(), "first": first})
+    size = wheel_cubins.write(folder, entries, {"nvrtc": compiler.nvrtc_version(), "first": first})
     console.print(f"packed: {len(wanted)} kernels, {size / 1e6:.1f} MB: {folder}", soft_wrap=True)
 
 
@@ -52,11 +52,11 @@ def run(args: argparse.Namespace, console: Console) -> int:
     begun = time.perf_counter()
     try:
         wanted = defaults.configurations()
-        missing = ahead.missing(wanted)
+        missing = precompile.missing(wanted)
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=console) as progress:
             task = progress.add_task("compiling for sm_90a", total=len(missing))
-            ahead.build(missing, args.jobs or ahead.cores(), lambda: progress.advance(task))
+            precompile.build(missing, args.jobs or precompile.cores(), lambda: progress.advance(task))
     except KeyboardInterrupt:
         console.print(
             "Stopped. What is compiled stays, and so does what is under way; `twin compile` goes on from there."

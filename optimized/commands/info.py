@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from optimized.cuda import compiler, device, packaged
+from optimized.cuda import compiler, device, wheel_cubins
 from optimized.recordings import reader
 
 SUMMARY = "what this machine has, and what is missing for the fast path"
@@ -62,7 +62,7 @@ def _recordings() -> str:
 
 def _binaries() -> str:
     """How many kernels the package has compiled, and whether they serve the NVRTC of this machine."""
-    about = packaged.about()
+    about = wheel_cubins.about()
     if about is None:
         return "none in the package: each is compiled before its first launch, or by `twin compile`"
     count = f"{about['count']} in the package, by NVRTC {about['nvrtc']}"

@@ -17,7 +17,7 @@ _FIRST = 1 << 14  # bytes of a file in which its mark stands
 
 
 @dataclass(frozen=True)
-class Kind:
+class FileType:
     """Files that one command writes.
 
     Attributes:
@@ -31,10 +31,10 @@ class Kind:
     made: Callable[[bytes], bool]
 
 
-def page(command: str, title: str) -> Kind:
+def page(command: str, title: str) -> FileType:
     """A command's HTML page, known by its title."""
     mark = f"<title>{title}</title>".encode()
-    return Kind(f"a page of `{command}`", "the path of an HTML file to write", lambda head: mark in head)
+    return FileType(f"a page of `{command}`", "the path of an HTML file to write", lambda head: mark in head)
 
 
 def _is_metrics(head: bytes) -> bool:
@@ -47,21 +47,21 @@ def _is_metrics(head: bytes) -> bool:
 
 REPLAY = page("twin replay", "A training step, replayed")
 WALKTHROUGH = page("twin walkthrough", "FP8 training, bit by bit")
-STEP = Kind("a recorded step", "the path of a recording", lambda head: b'"twin_engine":"recorded step"' in head)
-METRICS = Kind("metrics of `twin train`", "the path of metrics", _is_metrics)
-PLOT = Kind("a picture of `twin train`", "the path of a picture", lambda head: b"twin train" in head)
+STEP = FileType("a recorded step", "the path of a recording", lambda head: b'"twin_engine":"recorded step"' in head)
+METRICS = FileType("metrics of `twin train`", "the path of metrics", _is_metrics)
+PLOT = FileType("a picture of `twin train`", "the path of a picture", lambda head: b"twin train" in head)
 # In the folder of a run that goes on a picture is the run's, which an earlier version may have made without the mark.
-PICTURE = Kind("a picture", PLOT.accepted, lambda head: head.startswith(b"\x89PNG"))
-RESULT = Kind("a result of `twin bench`", "the path of a result", lambda head: head.lstrip().startswith(b"{"))
-RECORDING = Kind(
+PICTURE = FileType("a picture", PLOT.accepted, lambda head: head.startswith(b"\x89PNG"))
+RESULT = FileType("a result of `twin bench`", "the path of a result", lambda head: head.lstrip().startswith(b"{"))
+RECORDING = FileType(
     "a recording of `twin parity --record`",
     "the path of a recording",
     lambda head: head.startswith(b"PK") and b"about.npy" in head,
 )
 
 
-def check(option: str, path: Path, kind: Kind) -> None:
-    """Refuse a path that a file of `kind` cannot be written to, and one at which there is a file of another kind.
+def check(option: str, path: Path, file_type: FileType) -> None:
+    """Refuse a path that a file of `file_type` cannot be written to, and one at which there is another file.
 
     Raises:
         CommandError: one sentence names the option, the path and what is there.
@@ -70,32 +70,32 @@ def check(option: str, path: Path, kind: Kind) -> None:
     try:
         mode = path.stat().st_mode  # Path.exists() answers False from Python 3.14 on, where this raises
         what = None if stat.S_ISREG(mode) else "a folder" if stat.S_ISDIR(mode) else "not a file"
-        if what is None and not _may_replace(path, kind):
+        if what is None and not _may_replace(path, file_type):
             raise CommandError(
-                f"{shown}: there is a file that is not {kind.what}, and it stays as it is; the path of no file, or of "
-                f"{kind.what}, is accepted."
+                f"{shown}: there is a file that is not {file_type.what}, and it stays as it is; the path of no "
+                f"file, or of {file_type.what}, is accepted."
             )
     except FileNotFoundError:
         what = None
     except (OSError, ValueError) as error:
         what = f"no path here ({getattr(error, 'strerror', None) or error})"
     if what is not None:
-        raise CommandError(f"{shown}, {what}; {kind.accepted} is accepted.")
+        raise CommandError(f"{shown}, {what}; {file_type.accepted} is accepted.")
     check_folder(shown, path.resolve().parent)
 
 
-def _may_replace(path: Path, kind: Kind) -> bool:
+def _may_replace(path: Path, file_type: FileType) -> bool:
     with open(path, "rb") as file:
         head = file.read(_FIRST)
-    return not head or kind.made(head)
+    return not head or file_type.made(head)
 
 
-def write(option: str, path: Path, kind: Kind, content: bytes | str) -> None:
+def write(option: str, path: Path, file_type: FileType, content: bytes | str) -> None:
     """Write a whole file where `check` allows it.
 
     Raises:
         CommandError: as `check`.
         reference.support.files.NotWritten: the disk is full, ...
     """
-    check(option, path, kind)
+    check(option, path, file_type)
     files.write(path, content)

@@ -38,10 +38,10 @@ def page(recording: Recording, result: Result, statistics: Statistics, origin: s
 def _firsts(recording: Recording, statistics: Statistics) -> list[str]:
     """Where NaN and infinity began."""
     found = []
-    for kind in ("NaN", "infinity"):
-        if kind in statistics.first:
-            number, _, what = statistics.first[kind]
-            found.append(escape(f"The first {kind}: {op_in_words(recording, number)}, {what}."))
+    for special in ("NaN", "infinity"):
+        if special in statistics.first:
+            number, _, what = statistics.first[special]
+            found.append(escape(f"The first {special}: {op_in_words(recording, number)}, {what}."))
     return found or ["There is no NaN and no infinity in anything that an op of <code>twin::</code> read or wrote."]
 
 
@@ -100,10 +100,10 @@ def _layers(report: Report, rows: Sequence[Row]) -> None:
 
 
 def _cells(row: Row) -> list[object]:
-    kind = f"{_KINDS.get(row.dtype, row.dtype)}\u00a0{'×'.join(map(str, row.shape))}"
+    form = f"{_KINDS.get(row.dtype, row.dtype)}\u00a0{'×'.join(map(str, row.shape))}"
     counts = f"{row.nan:,}, {row.infinite:,}" if row.nan or row.infinite else "0"
     numbers = [_number(row.amax), _number(row.scale), _share(row.saturated), _share(row.underflowed), _number(row.sqnr)]
-    return [row.op, _breakable(row.name), _breakable(row.tensor), kind, *numbers, counts]
+    return [row.op, _breakable(row.name), _breakable(row.tensor), form, *numbers, counts]
 
 
 def _breakable(name: str) -> str:

@@ -54,8 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("text", nargs="*", type=Path, help="files and folders (default: Python's standard library)")
     parser.add_argument("--size", choices=SIZES, help="the model (default: nano)")
     parser.add_argument("--precision", choices=RECIPES, help="of the layers' linear maps (default: delayed)")
-    for option, name, kind, what in OPTIONS:
-        parser.add_argument(option, dest=name, type=kind, help=f"{what} (nano: {getattr(SIZES['nano'], name)})")
+    for option, name, parse, what in OPTIONS:
+        parser.add_argument(option, dest=name, type=parse, help=f"{what} (nano: {getattr(SIZES['nano'], name)})")
     parser.add_argument("--recompute", action="store_const", const=True, help="activation checkpointing")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: the GPU, if there is a Hopper GPU")
     parser.add_argument("--output", type=Path, default=Path("twin_train"), help="the run's folder (./twin_train)")

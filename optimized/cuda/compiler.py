@@ -26,7 +26,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from optimized.cuda import packaged
+from optimized.cuda import wheel_cubins
 from reference.support import files, notice
 
 KERNELS = Path(__file__).parents[1] / "kernels"
@@ -314,7 +314,7 @@ def is_built(kernel: str, defines: Defines | None = None, *, root: Path = KERNEL
 
 
 def _held(kernel: str, name: str) -> bytes | None:
-    return _unstored.get(name) or files.kept("cubin", name) or packaged.found(kernel, name)
+    return _unstored.get(name) or files.kept("cubin", name) or wheel_cubins.found(kernel, name)
 
 
 def build(kernel: str, defines: Defines | None = None, *, root: Path = KERNELS, announced: bool = True) -> Build:

@@ -134,14 +134,14 @@ class _Arguments:
     def __init__(self, kernel: Kernel, args: Sequence[Any]) -> None:
         formats = []
         for position, argument in enumerate(args):
-            kind = type(argument)
-            if kind is not ByValue and kind not in _FORMATS:
+            cls = type(argument)
+            if cls is not ByValue and cls not in _FORMATS:
                 accepted = ", ".join(sorted(accepted.__name__ for accepted in _FORMATS))
                 raise TypeError(
-                    f"{kernel.kernel}.{kernel.name}: argument {position} is a {kind.__name__}; "
+                    f"{kernel.kernel}.{kernel.name}: argument {position} is a {cls.__name__}; "
                     f"accepted are {accepted} and launch.by_value(array)."
                 )
-            formats.append(_FORMATS.get(kind, "q"))
+            formats.append(_FORMATS.get(cls, "q"))
         self.structs = [position for position, argument in enumerate(args) if type(argument) is ByValue]
         self.format = struct.Struct("=" + "".join(formats))
         self.values = (ctypes.c_uint64 * len(args))()
@@ -180,7 +180,7 @@ class Launch:
         self._kept: Any = block  # what `_pointers` points to
         self.args, self.scalars = args, block.values
 
-    def replay(self, stream: int) -> None:
+    def play(self, stream: int) -> None:
         """Launch it on the current device."""
         _start(self._head, stream, self._pointers, self._early)
 
@@ -318,7 +318,7 @@ def collects() -> bool:
 
 
 def noted() -> bool:
-    """Whether this thread's launches are recorded or collected; then nothing may be replayed in their place."""
+    """Whether this thread's launches are recorded or collected; then no tape may be played in their place."""
     return _thread.tape is not None or _thread.collected is not None
 
 

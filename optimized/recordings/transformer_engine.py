@@ -188,8 +188,8 @@ def _cast_dbias(call: dict[str, Any], given: Tensors) -> Tensors:
 
 def _norm(call: dict[str, Any], given: Tensors) -> Tensors:
     scaling = _scaling(call, given)
-    plan = (given["gamma"], given.get("beta"), call["eps"], call["zero_centered"], call["kind"])
-    return _named("codes codes_t scale_inv mean rstd", twin.norm_cast_transpose(given["x"], *plan, *scaling), scaling)
+    norm = (given["gamma"], given.get("beta"), call["eps"], call["zero_centered"], call["kind"])
+    return _named("codes codes_t scale_inv mean rstd", twin.norm_cast_transpose(given["x"], *norm, *scaling), scaling)
 
 
 def _norm_backward(call: dict[str, Any], given: Tensors) -> Tensors:

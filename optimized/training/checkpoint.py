@@ -8,7 +8,7 @@
 
 The file is replaced whole (`reference.support.files`), so a killed process, or a full disk, leaves the one before.
 Places in the text follow from the number of the step. `state` is the `digest` of the tensors, `sha256` that of `about`
-and `state`; version 1 has these two checks alone, version 2 those of `reference.checkpoints.sealed`, too.
+and `state`; version 1 has these two checks alone, version 2 those of `reference.checkpoints.checked_safetensors`, too.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from reference.checkpoints import sealed
+from reference.checkpoints import checked_safetensors
 from reference.inspect.recorded_step.digest import with_one_nan
 from reference.inspect.recorded_step.file import safe_name
 from reference.support import files
@@ -54,7 +54,7 @@ def write(path: Path, tensors: Mapping[str, torch.Tensor], about: Mapping[str, A
     here = {name: x.detach().cpu() for name, x in tensors.items()}
     text, state = json.dumps(about), digest(here, about["step"], about["updates"])
     metadata = {"twin_engine": FORMAT, "version": VERSION, "about": text, "state": state, "sha256": _seal(text, state)}
-    sealed.write(path, here, metadata, safe_name)
+    checked_safetensors.write(path, here, metadata, safe_name)
     return state
 
 
@@ -68,7 +68,7 @@ def _about(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
 
 def about(path: Path) -> dict[str, Any]:
     """What a file is about; errors as in `read`. Its tensors are not read."""
-    return _about(path, sealed.metadata(path, FORMAT, VERSION, "`twin train`")[0])
+    return _about(path, checked_safetensors.metadata(path, FORMAT, VERSION, "`twin train`")[0])
 
 
 def read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -78,7 +78,7 @@ def read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         reference.support.files.Damaged: it is no checkpoint of a training run, of another version, truncated, or
         changed.
     """
-    tensors, metadata, _ = sealed.read(path, FORMAT, VERSION, "`twin train`")
+    tensors, metadata, _ = checked_safetensors.read(path, FORMAT, VERSION, "`twin train`")
     found = _about(path, metadata)
     if digest(tensors, found["step"], found["updates"]) != metadata["state"]:
         raise files.Damaged(f"{path} is damaged: its numbers are not those that were written.")

@@ -40,11 +40,11 @@ class Corpus:
         cut = len(self.data) - int(len(self.data) * held_out)
         return Corpus(self.data[:cut], self.files), Corpus(self.data[cut:], self.files)
 
-    def batch(self, seed: int, step: int, rows: int, context: int) -> torch.Tensor:
-        """`rows` windows at places drawn by seed and step, and the byte after each: uint8 [context + 1, rows]."""
+    def batch(self, seed: int, step: int, rows: int, sequence: int) -> torch.Tensor:
+        """`rows` windows at places drawn by seed and step, and the byte after each: uint8 [sequence + 1, rows]."""
         words = philox.element_words(seed, step * rows, rows)[0]
-        places = (words % (len(self.data) - context)).astype(np.int64)
-        return torch.from_numpy(self.data[np.arange(context + 1)[:, None] + places])
+        places = (words % (len(self.data) - sequence)).astype(np.int64)
+        return torch.from_numpy(self.data[np.arange(sequence + 1)[:, None] + places])
 
 
 def sources() -> list[Path]:

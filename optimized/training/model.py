@@ -135,10 +135,11 @@ def sample(
 
     As long as the model sees the whole text, it reads only what is new; keys and values of the rest are in a cache. The
     logits are the same. A longer text moves on by a place with each byte, so then the model reads all that it can see;
-    so it does with current scaling, where a byte's numbers depend on the others of its forward.
+    so it does in a recipe that `sees_other_tokens`, as current scaling, where a byte's numbers depend on the others of
+    its forward.
     """
     text, limit = prompt, model.settings.sequence
-    cache = model.cache() if recipe is None or recipe.history_rows is not None else None
+    cache = model.cache() if recipe is None or not recipe.sees_other_tokens else None
     draws = philox.uniform((length,), seed=model.settings.seed)
     for u in draws.tolist():
         new = text[-limit:]

@@ -10,7 +10,14 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from reference.optimizers.parameters import FLT_MAX
-from reference.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, Recipe
+from reference.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    Recipe,
+)
 
 BYTES = 256
 LARGEST = 2**31 - 1
@@ -22,6 +29,7 @@ RECIPES: dict[str, Callable[["Settings"], Recipe | None]] = {
     "bf16": lambda settings: None,
     "delayed": lambda settings: DelayedScaling(amax_history_len=settings.amax_history_len),
     "current": lambda settings: Float8CurrentScaling(),
+    "block": lambda settings: Float8BlockScaling(),
     "mxfp8": lambda settings: MXFP8BlockScaling(),
     "nvfp4": lambda settings: NVFP4BlockScaling(),
 }

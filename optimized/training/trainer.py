@@ -21,7 +21,7 @@ import torch
 
 import reference as te
 from optimized.compare import fp8_state
-from optimized.training import captured, checkpoint
+from optimized.training import checkpoint, cuda_graph
 from optimized.training.corpus import Corpus
 from optimized.training.model import GPT, sample
 from optimized.training.settings import Settings
@@ -65,7 +65,7 @@ class Trainer:
         self.step, self.updates = 0, 0
         self.norm: torch.Tensor | None = None
         self._loaded = False  # a step has run here
-        self._captured: captured.Step | None = None
+        self._captured: cuda_graph.Step | None = None
         self._share = torch.tensor(1 / settings.accumulate, dtype=torch.float32, device=self.model.device)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(settings.seed)
@@ -87,7 +87,7 @@ class Trainer:
             if capture and self._loaded and self.model.device.type == "cuda":
                 if self._captured is None:
                     windows = self._windows(self.seen, self.step * count)
-                    self._captured = captured.Step(self._microbatch, parameters, windows, count)
+                    self._captured = cuda_graph.Step(self._microbatch, parameters, windows, count)
                 microbatch = self._captured
             losses = [microbatch(i, self._windows(self.seen, self.step * count + i)) for i in range(count)]
             self._loaded = True

@@ -61,8 +61,8 @@ class _Machine:
         marked, self.stack = self.stack, self.below.pop()
         return marked
 
-    def top(self, kind: type) -> Any:
-        if not isinstance(self.stack[-1], kind):
+    def top(self, cls: type) -> Any:
+        if not isinstance(self.stack[-1], cls):
             raise TypeError
         return self.stack[-1]
 

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from reference.conversion.blocks import NOTE, fill_block, is_block, planned_block, rotary_of
+from reference.conversion.blocks import NOTE, block_replacement, fill_block, is_block, rotary_of
 from reference.conversion.forward import run_in_autocast
-from reference.conversion.layers import Layers, Plan, become, fill, planned
+from reference.conversion.layers import Layers, Replacement, become, fill, replacement_for
 from reference.conversion.report import Conversion, Entry
 from reference.nn.layers.layernorm import LayerNorm, RMSNorm
 from reference.nn.layers.linear import Linear
@@ -75,32 +75,32 @@ def convert_into(
     places = _places(model)
     tied = _tied(model)
     found = {
-        name: planned(layers, module, places[module], tied.get(f"{name}.weight", ()))
+        name: replacement_for(layers, module, places[module], tied.get(f"{name}.weight", ()))
         for name, module in model.named_modules()
         if module._parameters
     }
-    if isinstance(found.get(""), Plan):
+    if isinstance(found.get(""), Replacement):
         raise ValueError(
             f"convert: model is itself a {type(model).__name__}, which cannot be replaced in place; a module that "
             f"holds it is accepted."
         )
-    passed = _filtered(model, filter, {name for name, plan in found.items() if isinstance(plan, Plan)})
+    passed = _filtered(model, filter, {name for name, one in found.items() if isinstance(one, Replacement)})
     entries = _with_blocks(layers, model, places, tied, found, passed) if blocks else {}
     inside = tuple(f"{name}." for name, entry in entries.items() if entry.now is not None)
-    for name, plan in found.items():
+    for name, replacement in found.items():
         if name.startswith(inside):
             continue
         module = model.get_submodule(name)
         was = type(module).__name__
-        if isinstance(plan, str):
-            entries[name] = Entry(was, None, plan)
+        if isinstance(replacement, str):
+            entries[name] = Entry(was, None, replacement)
         elif name not in passed:
             entries[name] = Entry(was, None, "filter leaves it out")
         else:
-            fill(plan.layer, module)
+            fill(replacement.layer, module)
             for owner, attribute in places.pop(module):  # which frees it, and a weight that is kept in FP8 now
-                owner._modules[attribute] = plan.layer
-            entries[name] = Entry(was, f"te.{type(plan.layer).__name__}", plan.note)
+                owner._modules[attribute] = replacement.layer
+            entries[name] = Entry(was, f"te.{type(replacement.layer).__name__}", replacement.note)
     if recipe is not None:
         run_in_autocast(model, recipe)
     return Conversion(entries)
@@ -111,7 +111,7 @@ def _with_blocks(
     model: torch.nn.Module,
     places: dict[torch.nn.Module, list[tuple[torch.nn.Module, str]]],
     tied: Mapping[str, Iterable[str]],
-    found: Mapping[str, Plan | str],
+    found: Mapping[str, Replacement | str],
     passed: set[str],
 ) -> dict[str, Entry]:
     """Replace the decoder layers that can be; an entry for each, replaced or not."""
@@ -125,17 +125,17 @@ def _with_blocks(
         }
         shared = {short for short, one in names.items() if tied.get(f"{one}.weight")}
         if len(places[block]) != 1:
-            plan: Any = "it is in several places"
+            replacement: Any = "it is in several places"
         else:
-            plan = planned_block(layers.TransformerLayer, block, parts, shared, rotary)
+            replacement = block_replacement(layers.TransformerLayer, block, parts, shared, rotary)
         was = type(block).__name__
-        if isinstance(plan, str):
-            entries[name] = Entry(was, None, f"module by module; {plan}")
+        if isinstance(replacement, str):
+            entries[name] = Entry(was, None, f"module by module; {replacement}")
             continue
-        fill_block(plan, block, rotary)
-        become(plan, type(block))
+        fill_block(replacement, block, rotary)
+        become(replacement, type(block))
         for owner, attribute in places[block]:
-            owner._modules[attribute] = plan
+            owner._modules[attribute] = replacement
         for module in block.modules():  # which frees the weights that became one
             places.pop(module, None)
         entries[name] = Entry(was, "te.TransformerLayer", NOTE)

@@ -19,19 +19,19 @@ _NO_FORWARD = ("init", "reset", "tie", "set_")  # parts of the names of methods 
 
 def reads_weight(owner: torch.nn.Module, attribute: str) -> str | None:
     """The method of `owner` that reads the weight or bias of its module `attribute`, as `Class.method`."""
-    for kind in type(owner).__mro__:
-        if kind is torch.nn.Module:
+    for cls in type(owner).__mro__:
+        if cls is torch.nn.Module:
             return None
-        if attribute in _read_by(kind):
-            return f"{kind.__name__}.{_read_by(kind)[attribute]}"
+        if attribute in _read_by(cls):
+            return f"{cls.__name__}.{_read_by(cls)[attribute]}"
     return None
 
 
 @functools.cache
-def _read_by(kind: type) -> dict[str, str]:
+def _read_by(cls: type) -> dict[str, str]:
     """Attribute → method, for every `self.<attribute>.weight` or `.bias` in the source of a class."""
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
+        tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
     except (OSError, TypeError, SyntaxError):
         return {}
     found: dict[str, str] = {}

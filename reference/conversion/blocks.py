@@ -63,13 +63,13 @@ def rotary_of(model: torch.nn.Module, name: str) -> Any:
     return None
 
 
-def planned_block(kind: Any, block: Any, parts: Mapping[str, Any], tied: set[str], rotary: Any) -> Any:
-    """A `kind` (te.TransformerLayer) without numbers for a decoder layer, or why its modules are replaced one by one.
+def block_replacement(cls: Any, block: Any, parts: Mapping[str, Any], tied: set[str], rotary: Any) -> Any:
+    """A `cls` (te.TransformerLayer) without numbers for a decoder layer, or why its modules are replaced one by one.
 
     Args:
-        kind: the class of one side.
+        cls: the class of one side.
         block: the decoder layer.
-        parts: what is planned for its modules, by their names inside: a `Plan`, or why they stay.
+        parts: the replacements of its modules, by their names inside: a `Replacement`, or why they stay.
         tied: the names inside of weights that are tied to others.
         rotary: the model's rotary embedding, or None.
     """
@@ -79,7 +79,7 @@ def planned_block(kind: Any, block: Any, parts: Mapping[str, Any], tied: set[str
     attention, norm = block.self_attn, parts[NORMS[0]].layer
     rows = {name: block.get_submodule(name).weight.shape[0] for name in (*ATTENTION, *MLP, *NORMS)}
     try:
-        return kind(
+        return cls(
             rows[NORMS[0]],
             rows[MLP[0]],
             rows[ATTENTION[0]] // attention.head_dim,
@@ -145,15 +145,15 @@ def _other_code(block: Any, rotary: Any) -> str | None:
     return f"{own}.{changed[0]} was replaced" if changed else None
 
 
-def is_as_written(kind: Any) -> bool:
+def is_as_written(cls: Any) -> bool:
     """Whether the forward of a class is from the file of the class that defines it."""
-    owner = next(one for one in kind.__mro__ if "forward" in vars(one))
+    owner = next(one for one in cls.__mro__ if "forward" in vars(one))
     return bool(inspect.unwrap(owner.forward).__globals__["__name__"] == owner.__module__)
 
 
 def _is_silu(function: Any) -> bool:
-    kind = type(function)
-    return kind is torch.nn.SiLU or f"{kind.__module__}.{kind.__name__}" == "transformers.activations.SiLUActivation"
+    cls = type(function)
+    return cls is torch.nn.SiLU or f"{cls.__module__}.{cls.__name__}" == "transformers.activations.SiLUActivation"
 
 
 def _is_known(rotary: Any) -> bool:
@@ -162,7 +162,7 @@ def _is_known(rotary: Any) -> bool:
 
 
 def fill_block(layer: Any, block: Any, rotary: Any) -> None:
-    """Give a planned block the decoder layer's parameters and attributes."""
+    """Give a block without numbers the decoder layer's parameters and attributes."""
     device = block.get_parameter(GATE).device
     for part in layer.modules():  # what else was made on the meta device: states, and biases without elements
         part._parameters.update(dict.fromkeys(part._parameters))
@@ -218,9 +218,9 @@ class DecoderBlock(torch.nn.Module):
         angles = torch.cat([angles, angles], -1)  # [batch or 1, s, channels]
         mask = hidden_from(attention_mask)
         if past_key_values is None and angles.shape[0] == 1:
-            kind = "causal" if mask is None else "arbitrary"
+            mask_type = "causal" if mask is None else "arbitrary"
             # `forward` of te.TransformerLayer, which comes after this class.
-            return super().forward(hidden_states, mask, kind, rotary_pos_emb=angles[0, :, None, None])  # type: ignore
+            return super().forward(hidden_states, mask, mask_type, rotary_pos_emb=angles[0, :, None, None])  # type: ignore
         return self._by_parts(hidden_states, mask, angles, past_key_values)
 
     def _by_parts(self, x: torch.Tensor, mask: Any, angles: torch.Tensor, cache: Any) -> torch.Tensor:
@@ -233,8 +233,8 @@ class DecoderBlock(torch.nn.Module):
         if cache is not None:
             k, v = cache.update(k.transpose(1, 2), v.transpose(1, 2), self.layer_idx)
             k, v = k.transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous()
-        kind = "causal_bottom_right" if mask is None else "arbitrary"
-        out = attention.core_attention(q, k, v, mask, attn_mask_type=kind)
+        mask_type = "causal_bottom_right" if mask is None else "arbitrary"
+        out = attention.core_attention(q, k, v, mask, attn_mask_type=mask_type)
         no_dropout = (0.0, self.generator)
         h = self._add(attention.proj(out), x, no_dropout, normed=True)
         return self._add(self.layernorm_mlp(h), h, no_dropout, normed=True)

@@ -28,7 +28,7 @@ class Layers(NamedTuple):
     TransformerLayer: Any
 
 
-class Plan(NamedTuple):
+class Replacement(NamedTuple):
     """The layer, without numbers yet (`fill`), and what the report says of it."""
 
     layer: Any
@@ -36,15 +36,15 @@ class Plan(NamedTuple):
 
 
 class _Choice(NamedTuple):
-    """A kind of layer and its constructor's arguments."""
+    """A layer's class and its constructor's arguments."""
 
-    kind: Any
+    cls: Any
     sizes: tuple[int, ...]
     settings: dict[str, Any]
 
 
-def planned(layers: Layers, module: Any, places: Places, tied: Sequence[str]) -> Plan | str:
-    """The plan for a module with parameters, or why it stays. Nothing has changed then.
+def replacement_for(layers: Layers, module: Any, places: Places, tied: Sequence[str]) -> Replacement | str:
+    """The replacement of a module with parameters, or why it stays. Nothing has changed then.
 
     Args:
         layers: of which side.
@@ -59,15 +59,15 @@ def planned(layers: Layers, module: Any, places: Places, tied: Sequence[str]) ->
     if reason is not None or isinstance(choice, str):
         return str(reason)
     settings, note = model_init.current(), ""
-    if settings is not None and choice.kind is layers.Linear and tied:
+    if settings is not None and choice.cls is layers.Linear and tied:
         settings, note = None, f"not kept in FP8: its weight is tied to {', '.join(tied)}"
     kept = (False,) if settings is None else (True, settings.recipe, settings.preserve)
     try:
         with model_init.quantized_model_init(*kept):
-            layer = choice.kind(*choice.sizes, **choice.settings, params_dtype=module.weight.dtype, device="meta")
+            layer = choice.cls(*choice.sizes, **choice.settings, params_dtype=module.weight.dtype, device="meta")
     except (NotImplementedError, TypeError, ValueError) as error:
         return str(error)
-    return Plan(layer, note)
+    return Replacement(layer, note)
 
 
 def _choice(layers: Layers, module: Any) -> _Choice | str:
@@ -94,11 +94,11 @@ def _choice(layers: Layers, module: Any) -> _Choice | str:
     return _Choice(layers.RMSNorm, (module.weight.numel(),), found._asdict())
 
 
-def _computes_as(kind: Any, module: Any) -> bool:
-    """Whether the class of `module` is `kind`, or a subclass with its forward."""
+def _computes_as(cls: Any, module: Any) -> bool:
+    """Whether the class of `module` is `cls`, or a subclass with its forward."""
     own: Any = type(module)
-    same = issubclass(own, kind) and own.forward is kind.forward and own.__call__ is torch.nn.Module.__call__
-    return same and is_as_written(kind)
+    same = issubclass(own, cls) and own.forward is cls.forward and own.__call__ is torch.nn.Module.__call__
+    return same and is_as_written(cls)
 
 
 def _obstacle(module: Any, places: Places) -> str | None:
@@ -121,12 +121,12 @@ def _obstacle(module: Any, places: Places) -> str | None:
 
 def fill(layer: Any, module: Any) -> None:
     """Give a planned layer all that `module` has: its parameters, its attributes, its class."""
-    kind, weight = type(module), module.weight
+    cls, weight = type(module), module.weight
     if layer.quantized_init is None or not layer.fp8_weights:
         layer.weight = weight
     else:
-        if _is_conv1d(kind):
-            kind, weight = torch.nn.Linear, weight.t()
+        if _is_conv1d(cls):
+            cls, weight = torch.nn.Linear, weight.t()
         if not weight.is_meta:
             layer.to_empty(device=weight.device)
             _cast(layer, weight.detach())
@@ -139,13 +139,13 @@ def fill(layer: Any, module: Any) -> None:
         layer.bias_names = []
     layer.training = module.training
     vars(layer).update((key, value) for key, value in vars(module).items() if key not in vars(layer))
-    become(layer, kind)
+    become(layer, cls)
 
 
-def become(layer: Any, kind: Any) -> None:
-    """Let `layer` be an instance of `kind`, too."""
-    kinds: Any = (type(layer), kind)
-    layer.__class__ = both(*kinds)
+def become(layer: Any, cls: Any) -> None:
+    """Let `layer` be an instance of `cls`, too."""
+    classes: Any = (type(layer), cls)
+    layer.__class__ = both(*classes)
 
 
 @torch.no_grad()
@@ -162,10 +162,10 @@ def _cast(layer: Any, values: torch.Tensor) -> None:
     layer.weight.quantize_(values)
 
 
-def _is_conv1d(kind: type) -> bool:
+def _is_conv1d(cls: type) -> bool:
     """Whether it is transformers' `Conv1D`: a linear layer whose weight is `[in, out]`."""
     owner = sys.modules.get("transformers.pytorch_utils")
-    return owner is not None and kind is owner.Conv1D
+    return owner is not None and cls is owner.Conv1D
 
 
 # --- a layer that is also what it replaces ---------------------------------------------------------------
@@ -178,11 +178,11 @@ class _Converted(torch.nn.Module):
     it, and the Trainer's weight decay spares `torch.nn.LayerNorm`.
     """
 
-    _kinds: tuple[type, type]
+    _classes: tuple[type, type]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Classes made at run time cannot be found by name; `copy.deepcopy` comes through here, too.
-        return _empty, type(self)._kinds, self.__getstate__()
+        return _empty, type(self)._classes, self.__getstate__()
 
 
 class _InputFirst(torch.nn.Module):
@@ -203,11 +203,11 @@ def both(ours: type, theirs: type) -> type:
     """
     whole = issubclass(ours, TransformerLayer)
     first: tuple[type, ...] = (DecoderBlock,) if whole else (_InputFirst,) if _is_conv1d(theirs) else ()
-    names = {"_kinds": (ours, theirs), "__module__": ours.__module__, "__doc__": ours.__doc__}
+    names = {"_classes": (ours, theirs), "__module__": ours.__module__, "__doc__": ours.__doc__}
     return type((theirs if whole else ours).__name__, (*first, _Converted, ours, theirs), names)
 
 
 def _empty(ours: Any, theirs: Any) -> Any:
     """An object without state, for copies and pickles."""
-    kind: Any = both(ours, theirs)
-    return kind.__new__(kind)
+    cls: Any = both(ours, theirs)
+    return cls.__new__(cls)

@@ -43,10 +43,10 @@ class Conversion:
         return {name: entry.why for name, entry in self.entries.items() if entry.now is None}
 
     def __str__(self) -> str:
-        kinds = {name: (_NUMBER.sub("*", name), entry) for name, entry in self.entries.items()}
-        counts = Counter(kinds.values())
+        patterns = {name: (_NUMBER.sub("*", name), entry) for name, entry in self.entries.items()}
+        counts = Counter(patterns.values())
         rows = [("module", "count", "was", "is now", "why")]
-        for name, (pattern, entry) in kinds.items():
+        for name, (pattern, entry) in patterns.items():
             count = counts.pop((pattern, entry), 0)  # each kind once, where it comes first
             if count:
                 now = "as it was" if entry.now is None else entry.now

@@ -47,7 +47,7 @@ class DType(enum.IntEnum):
 
 
 FORMATS = {DType.kFloat8E4M3: E4M3, DType.kFloat8E5M2: E5M2}
-KINDS = {form.dtype: kind for kind, form in FORMATS.items()}
+TE_DTYPES = {form.dtype: te_dtype for te_dtype, form in FORMATS.items()}
 """torch's dtype → DType."""
 
 
@@ -292,10 +292,10 @@ def _check_out(quantizer: Quantizer, src: torch.Tensor, dst: Any) -> None:
         raise TypeError(f"{name}: the tensor to write to is a {type(dst).__name__}; a Float8Tensor is accepted.")
     if src.shape != dst.shape:
         raise ValueError(f"{name}: shape {list(src.shape)} is written to {list(dst.shape)}; the same is accepted.")
-    if KINDS[dst.codes.dtype] != quantizer.dtype:
+    if TE_DTYPES[dst.codes.dtype] != quantizer.dtype:
         raise ValueError(
-            f"{name}: the quantizer's format is {quantizer.dtype.name}, the tensor's {KINDS[dst.codes.dtype].name}; "
-            f"the same is accepted."
+            f"{name}: the quantizer's format is {quantizer.dtype.name}, "
+            f"the tensor's {TE_DTYPES[dst.codes.dtype].name}; the same is accepted."
         )
 
 

@@ -39,7 +39,7 @@ from reference.arguments import check_arguments
 from reference.float8.float8_like import Alike
 from reference.float8.float8_quantizer import (
     FORMATS,
-    KINDS,
+    TE_DTYPES,
     DType,
     Float8CurrentScalingQuantizer,
     Float8Quantizer,
@@ -95,10 +95,10 @@ class Float8Tensor(Alike, QuantizedTensor):
     ) -> "Float8Tensor":
         shape = torch.Size([shape] if isinstance(shape, int) else shape)
         check_arguments("Float8Tensor", {"dtype": dtype, "fp8_dtype": fp8_dtype, "requires_grad": requires_grad})
-        kind = DType(fp8_dtype)
-        codes = _codes("data", data, kind, shape)
+        te_dtype = DType(fp8_dtype)
+        codes = _codes("data", data, te_dtype, shape)
         turned = shape if not shape else torch.Size((shape[-1], *shape[:-1]))
-        codes_t = None if data_transpose is None else _codes("data_transpose", data_transpose, kind, turned)
+        codes_t = None if data_transpose is None else _codes("data_transpose", data_transpose, te_dtype, turned)
         inverse = fp8_scale_inv
         if inverse.dtype != torch.float32 or inverse.numel() != 1 or inverse.device != codes.device:
             raise ValueError(
@@ -109,9 +109,9 @@ class Float8Tensor(Alike, QuantizedTensor):
             raise ValueError(f"Float8Tensor: device={device!r}; that of data, {codes.device}, or None is accepted.")
         if quantizer is None:
             unused = torch.zeros(1, dtype=torch.float32, device=codes.device)
-            quantizer = Float8Quantizer(1.0 / inverse.view(1), unused, kind, columnwise=codes_t is not None)
-        elif not isinstance(quantizer, Quantizer) or quantizer.dtype != kind:
-            raise ValueError(f"Float8Tensor: quantizer={quantizer!r}; a te.Quantizer of {kind.name} is accepted.")
+            quantizer = Float8Quantizer(1.0 / inverse.view(1), unused, te_dtype, columnwise=codes_t is not None)
+        elif not isinstance(quantizer, Quantizer) or quantizer.dtype != te_dtype:
+            raise ValueError(f"Float8Tensor: quantizer={quantizer!r}; a te.Quantizer of {te_dtype.name} is accepted.")
         made = _wrapped(cls, Kept(codes, inverse.view(1), codes_t, quantizer.copy()), dtype)
         made.requires_grad = requires_grad
         return made
@@ -245,7 +245,7 @@ class Float8Tensor(Alike, QuantizedTensor):
     _data = property(lambda self: self.codes.view(torch.uint8), _set_data)
     _transpose = property(lambda self: None if self.codes_t is None else self.codes_t.view(torch.uint8))
     _scale_inv = property(lambda self: self._kept.scale_inv)
-    _fp8_dtype = property(lambda self: KINDS[self._kept.codes.dtype])
+    _fp8_dtype = property(lambda self: TE_DTYPES[self._kept.codes.dtype])
 
     @property
     def _quantizer(self) -> Quantizer:
@@ -253,7 +253,9 @@ class Float8Tensor(Alike, QuantizedTensor):
         state, column = self._kept.state(), self._kept.column
         if isinstance(state, Quantizer):
             return state
-        return Float8Quantizer(state.scale[column : column + 1], state.amax_history[0, column : column + 1], KINDS[FP8])
+        return Float8Quantizer(
+            state.scale[column : column + 1], state.amax_history[0, column : column + 1], TE_DTYPES[FP8]
+        )
 
     def sharing(self, dtype: torch.dtype, shape: torch.Size) -> "Float8Tensor":
         """Another tensor of the same class and memory, which stands for numbers of `dtype`."""
@@ -289,8 +291,8 @@ class Float8Tensor(Alike, QuantizedTensor):
         return names, (self.dtype, self._kept.column)
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict[str, torch.Tensor], context: Any, size: Any, stride: Any) -> "Float8Tensor":
-        dtype, column = context
+    def __tensor_unflatten__(inner: dict[str, torch.Tensor], metadata: Any, size: Any, stride: Any) -> "Float8Tensor":
+        dtype, column = metadata
         kept = Kept(inner["codes"], inner["_scale_inv"], inner.get("codes_t"), None, column)
         return _wrapped(Float8Tensor, kept, dtype)
 
@@ -341,9 +343,9 @@ def _wrapped(cls: Any, kept: Kept, dtype: torch.dtype, shape: torch.Size | None 
     return made
 
 
-def _codes(name: str, data: Any, kind: DType, shape: torch.Size) -> torch.Tensor:
+def _codes(name: str, data: Any, te_dtype: DType, shape: torch.Size) -> torch.Tensor:
     """`data` with the FP8 dtype; refuse what does not hold codes of that format and shape."""
-    fp8 = FORMATS[kind].dtype
+    fp8 = FORMATS[te_dtype].dtype
     if not isinstance(data, torch.Tensor) or data.dtype not in (torch.uint8, fp8) or data.shape != shape:
         shown = f"{data.dtype} {list(data.shape)}" if isinstance(data, torch.Tensor) else repr(data)
         raise ValueError(f"Float8Tensor: {name} is {shown}; torch.uint8 or {fp8} {list(shape)} is accepted.")
@@ -358,9 +360,9 @@ def _rebuilt(
     column: int,
     requires_grad: bool,
     parameter: bool,
-    kind: DType = DType.kFloat8E4M3,
+    te_dtype: DType = DType.kFloat8E4M3,
 ) -> torch.Tensor:
-    kept = Kept(data.view(FORMATS[kind].dtype), scale_inv, None, scales, column)
+    kept = Kept(data.view(FORMATS[te_dtype].dtype), scale_inv, None, scales, column)
     made = _wrapped(Float8Tensor, kept, dtype)
     return torch.nn.Parameter(made, requires_grad) if parameter else made.requires_grad_(requires_grad)
 

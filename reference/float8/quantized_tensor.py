@@ -227,8 +227,8 @@ class View(QuantizedTensor):
 @torch.no_grad()
 def write(pairs: Iterable[tuple[Any, torch.Tensor]]) -> None:
     """Write values, each broadcast to the shape of its tensor; tensors of one class together."""
-    kinds: dict[type[QuantizedTensor], list[tuple[QuantizedTensor, torch.Tensor]]] = {}
+    by_class: dict[type[QuantizedTensor], list[tuple[QuantizedTensor, torch.Tensor]]] = {}
     for target, values in pairs:
-        kinds.setdefault(type(target), []).append((target, values))
-    for kind, found in kinds.items():
-        kind.write_all(found)
+        by_class.setdefault(type(target), []).append((target, values))
+    for cls, found in by_class.items():
+        cls.write_all(found)

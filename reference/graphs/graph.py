@@ -218,10 +218,10 @@ def _one_each(modules: Any, sample_args: Any, sample_kwargs: Any, ordered: bool)
 
 def _check_modules(modules: tuple[torch.nn.Module, ...]) -> None:
     """Refuse modules that no graph can stand for."""
-    kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+    hooks = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
     for module in modules:
         name = type(module).__name__
-        if any(getattr(module, kind) for kind in kinds):
+        if any(getattr(module, name) for name in hooks):
             raise RuntimeError(
                 f"make_graphed_callables: {name} has hooks, which its graph would not run; a module without any is "
                 f"accepted. It may get some afterwards, and capture_time_hooks run beside the capture."

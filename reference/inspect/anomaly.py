@@ -186,14 +186,14 @@ class detect_anomaly:
         self._handles.append(module.register_forward_pre_hook(begins, with_kwargs=True))
         self._handles.append(module.register_forward_hook(ends, with_kwargs=True, always_call=True))
 
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+    def __exit__(self, error_type: Any, error: Any, trace: Any) -> None:
         watch, self._watch = self._watch, None
         assert watch is not None
-        watch.__exit__(kind, error, trace)
+        watch.__exit__(error_type, error, trace)
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        if kind is None:
+        if error_type is None:
             sentence = _sentence(watch.flags)
             if sentence is not None:
                 raise FloatingPointError(sentence)

@@ -148,17 +148,17 @@ def _unpacked_choice(path: str | Path, name: str, entry: Any) -> Choice:
     if packed in (_SIXTEEN, _AUTOCAST):
         return Choice(None if packed == _SIXTEEN else AUTOCAST, entry["why"])
     arguments = dict(packed) if isinstance(packed, dict) else {}
-    kind = arguments.pop("recipe", None)
+    recipe_name = arguments.pop("recipe", None)
     known = [
         one for one in recipe.__all__ if isinstance(getattr(recipe, one), type) and one not in ("Recipe", "Format")
     ]
-    if kind not in known:
+    if recipe_name not in known:
         accepted = ", ".join(map(repr, (_SIXTEEN, _AUTOCAST, *known)))
         raise files.Damaged(f"{path} is damaged: layer {name!r} has the choice {packed!r}; {accepted} are accepted.")
     try:
         if "fp8_format" in arguments:
             arguments["fp8_format"] = Format[arguments["fp8_format"]]
-        return Choice(getattr(recipe, kind)(**arguments), entry["why"])
+        return Choice(getattr(recipe, recipe_name)(**arguments), entry["why"])
     except (KeyError, TypeError, ValueError, NotImplementedError) as error:
         raise files.Damaged(f"{path} is damaged: layer {name!r} has the choice {packed!r} ({error}).") from error
 

@@ -10,12 +10,12 @@ defines them). They compare the codes that the GEMMs read with the tensor that t
 a norm or an activation in the activation dtype; a weight in its own dtype.
 
 A measured step runs op by op and has the bits of any other step. Between two measured steps nothing is different: the
-player of `reference.nn.core.autograd` is the usual one, so tapes are replayed. Values stay on the device until they are
+player of `reference.nn.core.autograd` is the usual one, so tapes are played. Values stay on the device until they are
 read.
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,15 +26,32 @@ from reference.memory import recompute
 from reference.nn.core.autograd import Backward, Context, Forward
 from reference.nn.core.context import BlockContext, ModuleContext
 from reference.nn.core.hook import Hook, ObservedContext, observed
-from reference.nn.core.observed import Observed
+from reference.nn.core.observed_quantizer import Observed
 from reference.ops.casts.cast_stats import add_lost
 from reference.ops.library import twin
 from reference.recipe import Recipe
-from reference.recipes.quantized import NUMBERS, PER_TENSOR, Quantized
+from reference.recipes.block_scaling import ROWS, SQUARES
+from reference.recipes.quantized import NUMBERS, PER_TENSOR, PLAIN, Operand, Quantized
 from reference.recipes.quantizer import Quantizer
 from reference.support.nested import Form, Tensors
 
 __all__ = ["Sample", "Statistics", "collect_stats"]
+
+
+STATISTICS: dict[str, Callable[[torch.Tensor, Operand], tuple[torch.Tensor, torch.Tensor]]] = {
+    PLAIN: lambda x, row: twin.cast_stats(x, None, None),
+    PER_TENSOR: lambda x, row: twin.cast_stats(x, row.codes, row.scales),
+    ROWS: lambda x, row: twin.cast_stats_blocks(x, row.codes, row.scales, False),
+    SQUARES: lambda x, row: twin.cast_stats_blocks(x, row.codes, row.scales, True),
+}
+"""What a cast lost, by the layout of its codes: (x, the codes) → counts and sums of `twin::cast_stats`."""
+
+
+def _of_numbers(x: torch.Tensor, row: Operand) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same of a layout that only the CPU has, by the numbers that its codes stand for."""
+    counts, sums = twin.cast_stats(x, None, None)
+    add_lost(counts, sums, x, NUMBERS[row.layout](row)[:, : x.shape[1]])
+    return counts, sums
 
 
 class _Key(NamedTuple):
@@ -71,7 +88,7 @@ class _Observer(Hook):
     def forward(
         self, function: Forward, plan: Any, context: Context, tensors: Tensors, backward: Backward
     ) -> tuple[Any, Tensors, Any]:
-        if recompute.replaying() or not self.layers(context):
+        if recompute.recomputing() or not self.layers(context):
             return super().forward(function, plan, context, tensors, backward)
         if not observed(context):
             self.prepare(function, plan, context, tensors, backward)
@@ -80,7 +97,7 @@ class _Observer(Hook):
     def backward(
         self, function: Backward, plan: Any, context: Context, saved: Tensors, grads: Tensors, note: Any
     ) -> Tensors:
-        if isinstance(note, Form) and self.layers(context):  # otherwise its forward was replayed
+        if isinstance(note, Form) and self.layers(context):  # otherwise its forward was played from a tape
             context = self._observed(context)
         return super().backward(function, plan, context, saved, grads, note)
 
@@ -126,11 +143,8 @@ class _Observer(Hook):
 
     def _note(self, key: _Key, quantizer: Quantizer, x: torch.Tensor, quantized: Quantized) -> None:
         row = quantized.row
-        fp8 = row.layout == PER_TENSOR
-        counts, sums = twin.cast_stats(x, *((row.codes, row.scales) if fp8 else (None, None)))
-        if row.layout in NUMBERS:
-            add_lost(counts, sums, x, NUMBERS[row.layout](row)[:, : x.shape[1]])
-        scale = quantizer.scale(x) if fp8 else None
+        counts, sums = STATISTICS.get(row.layout, _of_numbers)(x, row)
+        scale = quantizer.scale(x) if row.layout == PER_TENSOR else None
         self.found.append(_Measured(key, row.codes.dtype, self.step, x.numel(), scale, counts, sums))
 
 
@@ -153,19 +167,19 @@ class Statistics:
         self._before = self.forwards
         return self
 
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+    def __exit__(self, error_type: Any, error: Any, trace: Any) -> None:
         assert self._observer is not None
         self._handle.remove()
         self._handle = None
         if self._observer.installed:
             self._observer.remove()
-        if kind is None and self.forwards == self._before:
+        if error_type is None and self.forwards == self._before:
             raise RuntimeError(
                 f"collect_stats: {type(self.model).__name__} was not called inside; give the module that the training "
                 f"loop calls."
             )
         self._measured, self._observer.found = [*self._measured, *self._observer.found], []
-        if kind is None and not self._measured and not self._samples:
+        if error_type is None and not self._measured and not self._samples:
             raise RuntimeError(
                 f"collect_stats: {type(self.model).__name__} was called, and none of its layers could be measured; "
                 f"layers of this package are, outside of torch.compile and of CUDA graphs."
@@ -173,7 +187,7 @@ class Statistics:
 
     def _forward_begins(self, *_: Any) -> None:
         """Called before each forward of the model: measure it, or stop measuring."""
-        if recompute.replaying():  # `te.checkpoint(model, x)` runs its forward again in backward
+        if recompute.recomputing():  # `te.checkpoint(model, x)` runs its forward again in backward
             return
         observer = self._observer
         assert observer is not None

@@ -12,8 +12,8 @@ changes. On a CPU there is nothing to move.
 
 What stays: parameters, FP8 copies of weights, what `mark_not_offload` has marked, and tensors of less than 2^18
 elements; where the environment has NVTE_CPU_OFFLOAD_V1=1, as Transformer Engine's older code needs it, of less than
-2^8, whose memory is smaller than what the allocator gives. Layers in a context are not replayed from tapes
-(`optimized.replay`), whose memory cannot move. Source: Transformer Engine's `pytorch/cpu_offload.py`.
+2^8, whose memory is smaller than what the allocator gives. Layers in a context are not played from tapes
+(`optimized.tapes`), whose memory cannot move. Source: Transformer Engine's `pytorch/cpu_offload.py`.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from reference.arguments import check_arguments
-from reference.memory.marks import is_marked, mark_not_offload
+from reference.memory.offload_marks import is_marked, mark_not_offload
 from reference.state.threads import here
 from reference.support.notice import say_once
 

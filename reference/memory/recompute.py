@@ -1,6 +1,6 @@
 """`checkpoint`: recompute a part of the model in backward, in FP8, with the bits of its first run.
 
-The recomputation happens after autocast has ended and the scales have been updated. So a checkpoint records the
+The recomputation happens after autocast has ended and the scales have been updated. So `checkpoint` records the
 autocast state and each module's scales, restores both, and its recomputed casts record no amax.
 
 What changes between the two runs cannot be brought back: if a weight or an input was changed in place or replaced,
@@ -8,7 +8,7 @@ the recomputation is refused. `by_layer`'s choices are those of the first run.
 
 The same holds inside `torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`, which Hugging Face's
 `gradient_checkpointing_enable` calls: modules recognise PyTorch's frame by its saved-tensor hooks and keep their
-records with it. With `use_reentrant=True`, or where the outer one of two nested checkpoints would recompute the inner
+records with it. With `use_reentrant=True`, or where the outer one of two nested `checkpoint`s would recompute the inner
 one's modules, an FP8 module refuses to be recomputed.
 """
 
@@ -23,7 +23,7 @@ import torch.utils.checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
 from reference.arguments import check_arguments
-from reference.memory.unchanged import Reads
+from reference.memory.recompute_inputs import Reads
 from reference.state.autocast import OFF, AutocastState, current, restored
 from reference.state.threads import Thread, close, here
 
@@ -31,7 +31,7 @@ __all__ = ["activation_recompute_forward", "checkpoint"]
 
 
 class _Frame:
-    """One checkpointed call: its autocast state and, per module, the scales or random states in the order of use.
+    """One call that is recomputed: its autocast state and, per module, the scales or random states in the order of use.
 
     In PyTorch's own checkpoint each module records the autocast states of its runs, too. `tracker` is the tracker of
     random states whose states a recomputation starts with, or None.
@@ -47,24 +47,24 @@ class _Frame:
         self.used: dict[Any, int] = defaultdict(int)
         self.run: Any = None  # PyTorch's hook of the last recomputation
 
-    def record(self, module: object, value: Any, kind: str = "tensor") -> None:
+    def record(self, module: object, value: Any, what: str = "tensor") -> None:
         """Keep what `module` uses at this point of the first run."""
-        self.tensors[id(module), kind].append(value)
+        self.tensors[id(module), what].append(value)
 
-    def next_tensor(self, module: object, kind: str = "tensor") -> Any:
-        """The tensor, or what else of its `kind`, that `module` used at this point of the first run."""
-        position, found = self.used[id(module), kind], self.tensors[id(module), kind]
+    def next_tensor(self, module: object, what: str = "tensor") -> Any:
+        """The tensor, or what else `what` names, that `module` used at this point of the first run."""
+        position, found = self.used[id(module), what], self.tensors[id(module), what]
         if position >= len(found):
             raise RuntimeError(
                 f"checkpoint: {type(module).__name__} runs more often when recomputed ({position + 1} times) than in "
                 f"the first run; a function that does the same each time is accepted."
             )
-        self.used[id(module), kind] = position + 1
+        self.used[id(module), what] = position + 1
         return found[position]
 
 
 class _Queues(_Frame):
-    """What checkpoints that somebody else has written record: of each module that trains, the oldest first."""
+    """What recomputations that somebody else has written record: of each module that trains, the oldest first."""
 
     updates = True  # there is no other: the first run has no graph
 
@@ -72,32 +72,32 @@ class _Queues(_Frame):
         super().__init__()
         self.kept: Any = weakref.WeakKeyDictionary()
 
-    def record(self, module: object, value: Any, kind: str = "tensor") -> None:
+    def record(self, module: object, value: Any, what: str = "tensor") -> None:
         if not getattr(module, "training", True):
             return
         queues = self.kept.setdefault(module, defaultdict(deque))
-        queues[kind].append(value)
+        queues[what].append(value)
         if hasattr(module, "fp8_meta"):  # whether it was the autocast's first FP8 module, whose backward updates scales
             queues["first"].append(here().first_module_pending)
             here().first_module_pending = False
 
-    def next_tensor(self, module: object, kind: str = "tensor") -> Any:
+    def next_tensor(self, module: object, what: str = "tensor") -> Any:
         queues = self.kept.get(module, {})
-        if not queues.get(kind):
+        if not queues.get(what):
             raise RuntimeError(
                 f"activation_recompute_forward: {type(module).__name__} runs with recompute_phase=True more often than "
                 f"it ran, in training, with recompute_phase=False; as often is accepted."
             )
         if queues.get("first"):
             here().first_module_pending |= queues["first"].popleft()
-        return queues[kind].popleft()
+        return queues[what].popleft()
 
 
 _QUEUES = _Queues()
 
 
 class activation_recompute_forward(contextlib.AbstractContextManager[None], contextlib.ContextDecorator):
-    """Around the runs of a checkpoint that somebody else has written, such as Megatron's.
+    """Around the runs of a part whose recomputation somebody else has written, such as Megatron's.
 
     The first run, without a graph, and its recomputation in backward each stand in one. Layers in FP8 then use the
     scales of the first run, and record no amax twice; those with dropout repeat their masks. Runs of one layer are
@@ -119,7 +119,7 @@ class activation_recompute_forward(contextlib.AbstractContextManager[None], cont
         if not self.active:
             return
         thread = here()
-        (thread.replaying if self.again else thread.recording).append(_QUEUES)
+        (thread.recomputations if self.again else thread.first_runs).append(_QUEUES)
         self.outer.append(thread.first_module_pending)
         if self.again:
             thread.first_module_pending = False
@@ -128,7 +128,7 @@ class activation_recompute_forward(contextlib.AbstractContextManager[None], cont
         if not self.active:
             return
         thread, pending = here(), self.outer.pop()
-        close(thread.replaying if self.again else thread.recording, _QUEUES)
+        close(thread.recomputations if self.again else thread.first_runs, _QUEUES)
         if self.again:
             thread.first_module_pending = pending
 
@@ -137,19 +137,19 @@ Inner = contextlib.AbstractContextManager[Any]  # the user's own, around the sam
 
 
 @contextlib.contextmanager
-def _recording(frame: _Frame, inner: Inner) -> Iterator[None]:
+def _first_run(frame: _Frame, inner: Inner) -> Iterator[None]:
     """The first run."""
     frame.tensors.clear()
-    here().recording.append(frame)
+    here().first_runs.append(frame)
     try:
         with frame.reads.hooks(), inner:
             yield
     finally:
-        close(here().recording, frame)
-        frame.reads.end([one.reads for one in here().recording if one is not _QUEUES])
+        close(here().first_runs, frame)
+        frame.reads.end([one.reads for one in here().first_runs if one is not _QUEUES])
 
 
-class _Replaying:
+class _Recomputation:
     """The run in backward, which may stop early. If the graph is kept, a second backward enters it again."""
 
     def __init__(self, frame: _Frame, inner: Inner) -> None:
@@ -164,7 +164,7 @@ class _Replaying:
         self.frame.used = defaultdict(int)
         self.settings.append(restored(self.frame.state))
         self.settings[-1].__enter__()
-        here().replaying.append(self.frame)
+        here().recomputations.append(self.frame)
         if self.tracker is not None:
             self.outer_states.append(self.tracker.get_states())
             self.tracker.set_states(self.first_states)
@@ -174,7 +174,7 @@ class _Replaying:
         self.inner.__exit__(*error)
         if self.tracker is not None:
             self.tracker.set_states(self.outer_states.pop())
-        close(here().replaying, self.frame)
+        close(here().recomputations, self.frame)
         self.settings.pop().__exit__(*error)
 
 
@@ -189,13 +189,13 @@ _RECOMPUTATION = _pack_code(torch.utils.checkpoint._recomputation_hook)
 
 
 def _innermost() -> tuple[_Frame | None, bool]:
-    """The innermost checkpoint that this code runs in, and whether it recomputes: ours, or else PyTorch's."""
+    """The innermost recomputed part that this code runs in, and whether it recomputes: ours, or else PyTorch's."""
     thread = here()
-    if thread.replaying:
-        return thread.replaying[-1], True
-    if thread.recording:
-        return thread.recording[-1], False
-    if torch.compiler.is_compiling():  # a compiler cannot trace the hooks, and checkpoints by itself
+    if thread.recomputations:
+        return thread.recomputations[-1], True
+    if thread.first_runs:
+        return thread.first_runs[-1], False
+    if torch.compiler.is_compiling():  # a compiler cannot trace the hooks, and recomputes by itself
         return None, False
     hooks = _hooks(True)
     if hooks is None:
@@ -217,25 +217,25 @@ def _innermost() -> tuple[_Frame | None, bool]:
     return None, False
 
 
-def frame_replaying() -> _Frame | None:
-    """The checkpoint that is being recomputed in this thread, if one is."""
+def frame_recomputed() -> _Frame | None:
+    """The part that is being recomputed in this thread, if one is."""
     frame, again = _innermost()
     return frame if again else None
 
 
 def updates_scales() -> bool:
     """Whether a layer that runs now may be the one whose backward updates the gradients' scales."""
-    frame = frame_replaying()
+    frame = frame_recomputed()
     return frame is None or frame.updates
 
 
-def replaying() -> bool:
-    """Whether a checkpointed part is being recomputed in this thread."""
+def recomputing() -> bool:
+    """Whether a part is being recomputed in this thread."""
     return _innermost()[1]
 
 
 def active() -> bool:
-    """Whether a checkpointed part is running in this thread, for the first time or again."""
+    """Whether a part that is recomputed is running in this thread, for the first time or again."""
     return _innermost()[0] is not None
 
 
@@ -245,7 +245,7 @@ def recalled(module: object, tensor: torch.Tensor) -> torch.Tensor:
     if frame is None:
         return tensor
     tensor = frame.next_tensor(module) if again else tensor.clone()
-    for one in here().recording or ([] if again else [frame]):
+    for one in here().first_runs or ([] if again else [frame]):
         one.record(module, tensor)
     return tensor
 
@@ -257,7 +257,7 @@ class Run(NamedTuple):
         state: the autocast.
         thread: the open contexts of its thread.
         compiling: whether a compiler traces it.
-        checkpointed: whether a checkpoint is active; see `same_run`.
+        recomputed: whether backward computes it again, or does so now; see `same_run`.
         again: whether it recomputes.
         plain: none of these, and no backward is under way: a layer that goes on as before need not look any further.
     """
@@ -265,7 +265,7 @@ class Run(NamedTuple):
     state: AutocastState
     thread: Thread
     compiling: bool
-    checkpointed: bool
+    recomputed: bool
     again: bool
     plain: bool
 
@@ -275,11 +275,11 @@ def current_run() -> Run:
     compiling, thread = torch.compiler.is_compiling(), here()
     opened = thread.autocasts
     state: AutocastState = opened[-1].settings if opened else OFF  # `current()`, whose thread is at hand
-    if thread.replaying or thread.recording:  # ours restores it
-        return Run(state, thread, compiling, True, len(thread.replaying) > 0, False)
+    if thread.recomputations or thread.first_runs:  # ours restores it
+        return Run(state, thread, compiling, True, len(thread.recomputations) > 0, False)
     if compiling:
         return Run(state, thread, True, False, False, False)
-    # Without hooks, which is the rule, there is no checkpoint of PyTorch's.
+    # Without hooks, which is the rule, there is no recomputation of PyTorch's.
     frame, again = (None, False) if _hooks(True) is None else _innermost()
     plain = frame is None and torch._C._current_graph_task_id() == -1
     return Run(state, thread, False, frame is not None, again, plain)
@@ -298,7 +298,7 @@ def same_run(module: Any, state: AutocastState, again: bool) -> AutocastState:
         state, own = frame.next_tensor(module, "run")
         if own is not None:
             own.check()
-    for one in here().recording or ([] if again else [frame]):
+    for one in here().first_runs or ([] if again else [frame]):
         own = Reads() if one is _QUEUES else None  # of runs whose end nobody tells, each has its own
         (own or one.reads).add(module)
         one.record(module, (state, own), "run")
@@ -306,8 +306,8 @@ def same_run(module: Any, state: AutocastState, again: bool) -> AutocastState:
 
 
 def refuse_foreign_recompute(module: torch.nn.Module) -> None:
-    """Refuse an FP8 module's forward inside a backward pass, unless a checkpoint recomputes what it has recorded."""
-    if torch._C._current_graph_task_id() != -1 and not replaying():
+    """Refuse an FP8 module's forward inside a backward pass, unless it recomputes what a first run has recorded."""
+    if torch._C._current_graph_task_id() != -1 and not recomputing():
         raise RuntimeError(
             f"{type(module).__name__} ran in FP8 and is being recomputed by torch.utils.checkpoint with "
             f"use_reentrant=True, nested, or by other means, which bring back neither autocast nor the scales of the "
@@ -355,7 +355,7 @@ def checkpoint(
 
     def contexts() -> tuple[Inner, Inner]:
         first, again = context_fn()
-        return _recording(frame, first), _Replaying(frame, again)
+        return _first_run(frame, first), _Recomputation(frame, again)
 
     return torch.utils.checkpoint.checkpoint(
         function,

@@ -39,7 +39,7 @@ def _enter(state: torch.Tensor) -> None:
 class CudaRNGStatesTracker:
     """Named random states, each of which `fork` makes the present one for a while.
 
-    In a checkpoint's recomputation, this package's or PyTorch's with use_reentrant=False, `fork` brings back the state
+    In a recomputation, this package's or PyTorch's with use_reentrant=False, `fork` brings back the state
     of the first run and leaves the tracker as it is, so masks repeat. In a CUDA graph each replay forks for the masks
     of layers (`reference.state.graph_seeds`); PyTorch's own ops in it draw from PyTorch's CUDA generator.
 
@@ -96,7 +96,7 @@ class CudaRNGStatesTracker:
                 yield
             return
         graph_seeds.refuse("CudaRNGStatesTracker.fork")
-        again, outer = recompute.replaying(), _present()
+        again, outer = recompute.recomputing(), _present()
         _enter(recompute.recalled(self, self.states_[name]))
         try:
             yield

@@ -291,13 +291,15 @@ def cast(x: torch.Tensor, fmt: Format8, scale: torch.Tensor | float = 1.0) -> to
 
 
 def cast_into(out: torch.Tensor, x: torch.Tensor, factor: torch.Tensor) -> None:
-    """`cast` without checks into `out`, row-major; `factor` is one fp32 number."""
+    """`cast` without checks into `out`, row-major; `factor` is one fp32 number, or one for each of x."""
     fmt = format_of(out.dtype)
     exact = torch_conversion_is_exact(fmt)
     scratch = torch.empty(min(_CHUNK, x.numel()), dtype=torch.float32, device="cpu")
-    for piece, target in zip(_pieces(x), _pieces(out), strict=True):
+    pieces = _pieces(x)
+    factors = [factor] * len(pieces) if factor.dim() == 0 else _pieces(factor)
+    for piece, its_factor, target in zip(pieces, factors, _pieces(out), strict=True):
         wide = piece.float()
-        values = torch.mul(wide, factor, out=scratch[: piece.numel()])
+        values = torch.mul(wide, its_factor, out=scratch[: piece.numel()])
         # 0·x is exact, so whether this machine fuses the two does not matter: NaN where x is infinite.
         values.add_(wide, alpha=0)
         if exact:

@@ -71,7 +71,7 @@ _TYPES: dict[Any, str] = {
     list[torch.Tensor]: "Tensor[]",
     list[int]: "int[]",
     torch.dtype: "ScalarType",
-    **{kind: kind.__name__ for kind in (int, float, bool, str)},
+    **{hint: hint.__name__ for hint in (int, float, bool, str)},
 }
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -87,12 +87,12 @@ def schema(function: Callable[..., Any], mutates: Sequence[str] = ()) -> str:
     if unknown := set(mutates) - set(parameters):
         raise ValueError(f"{function.__name__}: mutates names {sorted(unknown)}; {list(parameters)} are accepted.")
     arguments, aliases = [], iter("abcdefgh")
-    for name, kind in parameters.items():
-        written = _TYPES[kind].replace("Tensor", f"Tensor({next(aliases)}!)") if name in mutates else _TYPES[kind]
+    for name, hint in parameters.items():
+        written = _TYPES[hint].replace("Tensor", f"Tensor({next(aliases)}!)") if name in mutates else _TYPES[hint]
         default = defaults[name].default
         arguments.append(f"{written} {name}" + ("=None" if default is None else ""))
     tensors = get_args(returned) or (() if returned is type(None) else (returned,))
-    results = ", ".join(_TYPES[kind] for kind in tensors)
+    results = ", ".join(_TYPES[hint] for hint in tensors)
     return f"({', '.join(arguments)}) -> {results if len(tensors) == 1 else f'({results})'}"
 
 

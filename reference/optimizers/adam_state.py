@@ -17,7 +17,7 @@ from reference.numbers import formats
 from reference.ops.optimizers import adam_states
 from reference.ops.optimizers.adam_states import RANGES
 from reference.optimizers.adam_layout import MASTER, MOMENTS, Layout, State, needs_master, scale_name, write
-from reference.optimizers.parameters import described, flag, kind, real
+from reference.optimizers.parameters import described, flag, placement, real
 from reference.support.dtensor import like, placed, shard
 
 # Keys that torch.optim.Adam and AdamW save in a group, but FusedAdam does not; the first two change numbers.
@@ -240,7 +240,9 @@ def _check_saved(what: str, name: str, x: Any, p: Any, local: torch.Tensor, rema
         found = "on meta" if isinstance(x, torch.Tensor) and x.is_meta else described(x)
         raise TypeError(f"FusedAdam: {what} is {found}; a dense tensor with numbers is accepted.")
     if placed(x) != placed(p):
-        raise TypeError(f"FusedAdam: {what} is {kind(x)}, its parameter {kind(p)}; the same placements are accepted.")
+        raise TypeError(
+            f"FusedAdam: {what} is {placement(x)}, its parameter {placement(p)}; the same placements are accepted."
+        )
     master = (torch.int16 if remainders else torch.float32,)
     dtypes = master if name == MASTER else formats.WIDE_DTYPES
     part = shard(x)

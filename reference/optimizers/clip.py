@@ -179,8 +179,8 @@ def _check_each(who: str, what: str, found: list[tuple[int, Any]]) -> None:
                 f"torch.nn.utils.clip_grad_norm_ clips DTensors."
             )
         if type(x) not in PLAIN or x.layout is not torch.strided:
-            kind = x.layout if isinstance(x, torch.Tensor) and type(x) in PLAIN else type(x).__name__
-            raise TypeError(f"{who}: {what} {i} is {kind}; dense, plain tensors are accepted.")
+            form = x.layout if isinstance(x, torch.Tensor) and type(x) in PLAIN else type(x).__name__
+            raise TypeError(f"{who}: {what} {i} is {form}; dense, plain tensors are accepted.")
         if x.dtype not in formats.WIDE_DTYPES:
             raise TypeError(f"{who}: {what} {i} is {x.dtype}; float32, bfloat16 and float16 are accepted.")
         if x.device != found[0][1].device:

@@ -21,8 +21,8 @@ from reference.optimizers.parameters import (
     checked_grad_none,
     described,
     flag,
-    kind,
     named,
+    placement,
     real,
     to_none,
     unwrapped,
@@ -222,7 +222,9 @@ def _check_entry(what: str, entry: Any, p: torch.Tensor) -> None:
     if not isinstance(x, torch.Tensor) or x.layout is not torch.strided or x.is_meta:
         raise TypeError(f"{WHO}: {what}['momentum_buffer'] is {described(x)}; a dense tensor with numbers is accepted.")
     if placed(x) != placed(p):
-        raise TypeError(f"{WHO}: {what} is {kind(x)}, its parameter {kind(p)}; the same placements are accepted.")
+        raise TypeError(
+            f"{WHO}: {what} is {placement(x)}, its parameter {placement(p)}; the same placements are accepted."
+        )
     if x.dtype != p.dtype or x.shape != p.shape or x.dtype not in formats.WIDE_DTYPES:
         raise ValueError(
             f"{WHO}: {what}['momentum_buffer'] is {x.dtype} {list(x.shape)}; {p.dtype} {list(p.shape)} is accepted."

@@ -69,8 +69,8 @@ def unwrapped(who: str, where: Where, p: Any, grad: Any) -> tuple[torch.Tensor, 
     """The local shards of a parameter and its gradient, whose kinds are checked."""
     if placed(p) != placed(grad):
         raise TypeError(
-            f"{who}: {named(where)} is {kind(p)} and its gradient {kind(grad)}; the same mesh and placements are "
-            f"accepted."
+            f"{who}: {named(where)} is {placement(p)} and its gradient {placement(grad)}; the same mesh and placements "
+            f"are accepted."
         )
     local, local_grad = shard(p), shard(grad)
     for name, x in ((named(where), local), (f"the gradient of {named(where)}", local_grad)):
@@ -83,7 +83,7 @@ def unwrapped(who: str, where: Where, p: Any, grad: Any) -> tuple[torch.Tensor, 
     return local, local_grad
 
 
-def kind(x: Any) -> str:
+def placement(x: Any) -> str:
     """Mesh and placements of a DTensor, as text."""
     return f"a DTensor {list(x.placements)} on {x.device_mesh}" if is_dtensor(x) else "no DTensor"
 

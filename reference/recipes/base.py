@@ -54,6 +54,28 @@ class Format(Enum):
         return self.value.max_fwd if forward else self.value.max_bwd
 
 
+class MMParams(NamedTuple):
+    """How a GEMM accumulates; of block scaling only `use_split_accumulator=True`."""
+
+    use_split_accumulator: bool = True
+
+
+class QParams(NamedTuple):
+    """How a tensor is quantized.
+
+    Attributes:
+        power_2_scale: scales that are powers of two.
+        amax_epsilon: the least amax of a block.
+        random_hadamard_transform, stochastic_rounding, fp4_2d_quantization: of NVFP4, which reads no other.
+    """
+
+    power_2_scale: bool = False
+    amax_epsilon: float = 0.0
+    random_hadamard_transform: bool = False
+    stochastic_rounding: bool = False
+    fp4_2d_quantization: bool = False
+
+
 class Recipe:
     """Which quantizer each role of a layer's tensors has, and what is updated when.
 
@@ -121,6 +143,11 @@ class Recipe:
         """The FP8 dtype of that direction's tensors, and its largest finite value."""
         # Functions, not bound methods: torch 2.11 traces no method of an Enum that a compiled region sets.
         return Format.dtype(self.fp8_format, forward), Format.fp8_max(self.fp8_format, forward)
+
+    @property
+    def sees_other_tokens(self) -> bool:
+        """Whether what a forward makes of a token depends on the other tokens in it."""
+        return False
 
     def scaled_max(self, forward: bool) -> float:
         """2^-margin · fp8_max: what a scale of that direction times its amax is, in a recipe with `history_rows`."""

@@ -52,6 +52,10 @@ class Float8CurrentScaling(Recipe):
             )
         check_recipe(self)
 
+    @property
+    def sees_other_tokens(self) -> bool:
+        return True
+
     @classmethod
     def float8_current_scaling(cls) -> bool:
         return True
@@ -80,7 +84,7 @@ class Current(Quantizer):
 
     def __init__(self, dtype: torch.dtype, fp8_max: float) -> None:
         self.dtype, self.fp8_max = dtype, fp8_max
-        self.kind = ("current", dtype, fp8_max)
+        self.key = ("current", dtype, fp8_max)
 
     def scale(self, x: torch.Tensor) -> torch.Tensor:
         return scale_of(x, self.fp8_max)

@@ -141,7 +141,7 @@ class Delayed(Quantizer):
 
     def __init__(self, meta: Any, column: int, dtype: torch.dtype, scaled_max: float) -> None:
         self.meta, self.column, self.dtype, self.scaled_max = meta, column, dtype, scaled_max
-        self.kind = ("delayed", column, dtype, meta.amax_history is None)
+        self.key = ("delayed", column, dtype, meta.amax_history is None)
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         meta = self.meta

@@ -75,7 +75,7 @@ class InBlocksOf32(Quantizer):
 
     def __init__(self, dtype: torch.dtype, square: bool) -> None:
         self.dtype, self.square = dtype, square
-        self.kind = ("mxfp8", dtype, square)
+        self.key = ("mxfp8", dtype, square)
 
     def _cast(self, x: torch.Tensor) -> Operand:
         codes, scales = twin.cast_mxfp8(x.contiguous(), self.dtype, self.square)

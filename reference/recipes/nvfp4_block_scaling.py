@@ -27,7 +27,7 @@ reads its defaults from the environment, and takes the transform in bf16 alone; 
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -35,23 +35,13 @@ from reference.numbers import block_formats, formats, philox
 from reference.ops.casts import cast_nvfp4, hadamard  # noqa: F401  (declares the ops)
 from reference.ops.gemms import gemm_blocks  # noqa: F401  (declares the ops)
 from reference.ops.library import twin
-from reference.recipes.base import Format, Recipe, check_recipe
+from reference.recipes.base import Format, QParams, Recipe, check_recipe
 from reference.recipes.quantized import NUMBERS, PRODUCTS, Operand, Products, Quantized
 from reference.recipes.quantizer import Quantizer
 from reference.recipes.roles import Role
 
 NVFP4 = "NVFP4"
 """Layout: two E2M1 codes a byte, an E4M3 scale for each 16 codes of a row, and the tensor's amax."""
-
-
-class QParams(NamedTuple):
-    """How a tensor is quantized; the first two as in Transformer Engine, where NVFP4 does not read them."""
-
-    power_2_scale: bool = False
-    amax_epsilon: float = 0.0
-    random_hadamard_transform: bool = False
-    stochastic_rounding: bool = False
-    fp4_2d_quantization: bool = False
 
 
 @dataclass(unsafe_hash=True)
@@ -111,6 +101,10 @@ class NVFP4BlockScaling(Recipe):
         return True
 
     @property
+    def sees_other_tokens(self) -> bool:
+        return True
+
+    @property
     def fp4_quant_fwd_inp(self) -> QParams:
         """How inputs are quantized."""
         return QParams(random_hadamard_transform=not self.disable_rht)
@@ -140,7 +134,7 @@ class InBlocksOf16(Quantizer):
 
     def __init__(self, how: QParams) -> None:
         self.how = how
-        self.kind = ("nvfp4", how)
+        self.key = ("nvfp4", how)
 
     def _cast(self, x: torch.Tensor, rng_state: torch.Tensor | None) -> Operand:
         codes, scales, amax = twin.cast_nvfp4(x, self.how.fp4_2d_quantization, rng_state)

@@ -38,13 +38,13 @@ class Quantizer:
     """The quantizer of one tensor role.
 
     Attributes:
-        kind: hashable; everything but tensors that its launches depend on.
+        key: hashable; everything but tensors that its launches depend on.
         dtype: of the codes.
         dtype_t: of the transposed codes, which backward reads; None where it is `dtype`.
         fp8: whether the codes are FP8.
     """
 
-    kind: Hashable
+    key: Hashable
     dtype: torch.dtype
     dtype_t: torch.dtype | None = None
     fp8 = False
@@ -109,7 +109,7 @@ class HighPrecision(Quantizer):
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self.kind = dtype
+        self.key = dtype
 
     def quantize(self, x: torch.Tensor, transpose: bool) -> Quantized:
         x = as_dtype(x, self.dtype)
@@ -144,7 +144,7 @@ class ForwardOnly(Around):
 
     def __init__(self, inner: Quantizer, dtype_t: torch.dtype) -> None:
         self.inner, self.dtype, self.dtype_t = inner, inner.dtype, dtype_t
-        self.kind = ("forward only", inner.kind, dtype_t)
+        self.key = ("forward only", inner.key, dtype_t)
 
     def quantize(self, x: torch.Tensor, transpose: bool) -> Quantized:
         found = self.inner.quantize(x, False)
@@ -157,7 +157,7 @@ class Calibrating(HighPrecision):
 
     def __init__(self, dtype: torch.dtype, meta: Any, column: int, is_weight: bool = False) -> None:
         super().__init__(dtype)
-        self.kind = ("calibrating", dtype, column)
+        self.key = ("calibrating", dtype, column)
         self.meta, self.column, self.is_weight = meta, column, is_weight
 
     def tensors(self) -> tuple[torch.Tensor, ...]:

@@ -11,7 +11,7 @@ import torch
 from reference.arguments import check_arguments, is_group
 from reference.recipe import DelayedScaling, Recipe
 from reference.state import scaling
-from reference.state.threads import Context, Thread, close, here
+from reference.state.threads import Thread, ThreadContextManager, close, here
 
 __all__ = ["autocast", "fp8_autocast"]
 
@@ -39,7 +39,7 @@ def current() -> AutocastState:
 
 @contextlib.contextmanager
 def restored(state: AutocastState) -> Iterator[None]:
-    """Run with `state` and update nothing, in a checkpoint's recomputation or the capture of a CUDA graph.
+    """Run with `state` and update nothing, in a recomputation or the capture of a CUDA graph.
 
     A context opened inside is not an outermost one either.
     """
@@ -53,7 +53,7 @@ def restored(state: AutocastState) -> Iterator[None]:
         thread.first_module_pending = pending
 
 
-class autocast(Context):
+class autocast(ThreadContextManager):
     """Run the modules inside in FP8.
 
     When the outermost context of a thread ends without an error, and it was enabled with gradients on, the scales of
@@ -108,7 +108,7 @@ class autocast(Context):
     def ended(self, thread: Thread) -> None:
         if thread.autocasts or not self.settings.enabled or not torch.is_grad_enabled():
             return
-        # Inside a backward pass it was opened in a checkpoint's recomputation, which records no amax.
+        # Inside a backward pass it was opened in a recomputation, which records no amax.
         if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
             scaling.update(forward=True, thread=thread.number)
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from reference.arguments import check_arguments
 from reference.recipe import DelayedScaling
-from reference.state.threads import Context, here
+from reference.state.threads import ThreadContextManager, here
 
 __all__ = ["fp8_model_init", "quantized_model_init"]
 
@@ -30,7 +30,7 @@ def current() -> QuantizedInit | None:
     return opened[-1].settings if opened else None
 
 
-class quantized_model_init(Context):
+class quantized_model_init(ThreadContextManager):
     """Make layers whose weights are kept in FP8 only.
 
     A context belongs to the thread that opened it. Contexts of a thread must end in reverse order; the one that ends

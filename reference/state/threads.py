@@ -1,4 +1,4 @@
-"""The open contexts of each thread: autocasts, `quantized_model_init`s and checkpoints.
+"""The open contexts of each thread: autocasts, `quantized_model_init`s and recomputations.
 
 As with `torch.autocast`, a context holds only for the thread that opened it; a thread that is started inside does not
 inherit it. Autograd runs a backward on CUDA in a thread of its own, which needs no context, because a forward hands its
@@ -24,9 +24,9 @@ class Thread:
 
     Attributes:
         number: never reused, unlike the operating system's.
-        autocasts: `autocast`s, and the settings that a checkpoint or a capture restores.
+        autocasts: `autocast`s, and the settings that a recomputation or a capture restores.
         inits: `quantized_model_init`s.
-        recording, replaying: checkpointed calls in their first run, and in their recomputation.
+        first_runs, recomputations: calls that backward computes again, in their first run and in the other.
         undrawn: whether dropout draws no seeds (`reference.random.undrawn`).
         offloading: whether a context of `get_cpu_offload_context` is open.
         first_module_pending: whether no FP8 module has run in the outermost autocast yet; the backward of the first one
@@ -38,8 +38,8 @@ class Thread:
         self.name = threading.current_thread().name
         self.autocasts: list[Any] = []
         self.inits: list[Any] = []
-        self.recording: list[Any] = []
-        self.replaying: list[Any] = []
+        self.first_runs: list[Any] = []
+        self.recomputations: list[Any] = []
         self.undrawn = False
         self.offloading = False
         self.first_module_pending = False
@@ -69,7 +69,7 @@ def close(opened: list[Any], entry: Any) -> bool:
     return False
 
 
-class Context(contextlib.ContextDecorator):
+class ThreadContextManager(contextlib.ContextDecorator):
     """A context of one thread; the same object may be open more than once.
 
     Attributes:
@@ -106,13 +106,13 @@ class Context(contextlib.ContextDecorator):
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         own = here()
         thread = own if own in self._threads else self._threads[-1]
         self._threads.remove(thread)
         in_order = close(getattr(thread, self.where), self) and thread is own
-        if kind is not None and kind is not GeneratorExit:
+        if error_type is not None and error_type is not GeneratorExit:
             return  # the error goes on
         if not in_order:
             raise RuntimeError(
@@ -120,5 +120,5 @@ class Context(contextlib.ContextDecorator):
                 f"another thread than it was opened in; contexts that end in reverse order, in their own thread, are "
                 f"accepted."
             )
-        if kind is None:
+        if error_type is None:
             self.ended(thread)

@@ -178,17 +178,17 @@ def _acquired(path: Path) -> int:
         os.close(descriptor)
 
 
-def cache_folder(kind: str) -> Path:
-    """The user's folder for what can be made again, `~/.cache/twin-engine/<kind>`.
+def cache_folder(folder: str) -> Path:
+    """The user's folder for what can be made again, `~/.cache/twin-engine/<folder>`.
 
     Raises:
         NotWritten: there is neither a home folder nor an absolute $XDG_CACHE_HOME.
     """
     base = os.environ.get("XDG_CACHE_HOME", "")
     if os.path.isabs(base):
-        return Path(base) / "twin-engine" / kind
+        return Path(base) / "twin-engine" / folder
     try:
-        return Path.home() / ".cache" / "twin-engine" / kind
+        return Path.home() / ".cache" / "twin-engine" / folder
     except RuntimeError as error:
         raise NotWritten("this user has no home folder, and $XDG_CACHE_HOME names no absolute path.") from error
 
@@ -198,21 +198,21 @@ def _digest(name: str, content: bytes) -> bytes:
     return hashlib.sha256(name.encode() + b"\0" + content).digest()
 
 
-def keep(kind: str, name: str, content: bytes) -> bool:
+def keep(folder: str, name: str, content: bytes) -> bool:
     """Put a file into a cache; return False if it cannot be written, which is logged once."""
     try:
-        write(cache_folder(kind) / name, _digest(name, content) + content)
+        write(cache_folder(folder) / name, _digest(name, content) + content)
     except NotWritten as error:
         reason = str(error).removesuffix(".")
-        say_once(f"unkept {kind}", f"What is compiled is not stored, and every process compiles it: {reason}")
+        say_once(f"unkept {folder}", f"What is compiled is not stored, and every process compiles it: {reason}")
         return False
     return True
 
 
-def kept(kind: str, name: str) -> bytes | None:
+def kept(folder: str, name: str) -> bytes | None:
     """The content of a cached file; None if there is none, or if it is damaged, which is logged."""
     try:
-        path = cache_folder(kind) / name
+        path = cache_folder(folder) / name
         found = read(path)
         digest, content = found[:_DIGEST], found[_DIGEST:]
         if _digest(name, content) != digest:

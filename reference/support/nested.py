@@ -13,9 +13,9 @@ Tensors = tuple[torch.Tensor | None, ...]
 
 
 class Form(NamedTuple):
-    """A tuple of `kind`, whose parts are None (the next tensor of the flat tuple), another form, or a constant."""
+    """A tuple of `cls`, whose parts are None (the next tensor of the flat tuple), another form, or a constant."""
 
-    kind: type
+    cls: type
     parts: tuple[Any, ...]
 
 
@@ -46,7 +46,7 @@ def _rebuilt(form: Any, tensors: Iterator[torch.Tensor | None]) -> Any:
     if not isinstance(form, Form):
         return form
     parts = [_rebuilt(one, tensors) for one in form.parts]
-    return tuple(parts) if form.kind is tuple else form.kind(*parts)
+    return tuple(parts) if form.cls is tuple else form.cls(*parts)
 
 
 def tensors_of(nested: Any) -> list[torch.Tensor]:

@@ -13,12 +13,12 @@ from typing import Any, NoReturn, TypeVar
 
 from reference.support import older_names
 
-Kind = TypeVar("Kind", bound=type)
+Class = TypeVar("Class", bound=type)
 
 OPS = "each operation of te.ops is a plain module, and there is no operation fuser"
 RECIPES = (
-    "te.recipe.DelayedScaling and te.recipe.Float8CurrentScaling are the recipes, on a CPU also "
-    "te.recipe.MXFP8BlockScaling and te.recipe.NVFP4BlockScaling"
+    "te.recipe has DelayedScaling, Float8CurrentScaling and Float8BlockScaling, and on a CPU MXFP8BlockScaling and "
+    "NVFP4BlockScaling"
 )
 QUANTIZED = "te.Float8Tensor, with one scale for all of it, is the quantized tensor there is"
 _STORAGE = "there are no storages apart from tensors; inside of layers an FP8 matrix is a tuple of codes and scales"
@@ -54,7 +54,7 @@ NAMES: dict[str, dict[str, str]] = {
         "te.optimizers has Adam, SGD and Adafactor": "newton_schulz newton_schulz_tp CusolverMpCtx",
         INTERNAL: "constants cpp_extensions dynamo numerics_debug torch_version triton utils",
     },
-    "recipe": {RECIPES: "CustomRecipe Float8BlockScaling MMParams QParams"},
+    "recipe": {RECIPES: "CustomRecipe"},
     "optimizers": {
         "te.optimizers has FusedAdam, FusedSGD and clip_grad_norm_": "MultiTensorApply multi_tensor_adam "
         "multi_tensor_adam_capturable multi_tensor_adam_capturable_master multi_tensor_adam_fp8 multi_tensor_applier "
@@ -149,13 +149,13 @@ class _Absent:
         raise AttributeError(self.sentence, name=self.name, obj=owner if obj is None else obj)
 
 
-def without_methods(kind: Kind) -> Kind:
+def without_methods(cls: Class) -> Class:
     """Let a class that is no module say why it has not the methods of `METHODS`."""
-    for reason, names in METHODS[kind.__name__].items():
+    for reason, names in METHODS[cls.__name__].items():
         for name in names.split():
-            text = f"{kind.__name__}.{name} is not offered by Twin Engine: {reason}."
-            setattr(kind, name, _Absent(name, text))
-    return kind
+            text = f"{cls.__name__}.{name} is not offered by Twin Engine: {reason}."
+            setattr(cls, name, _Absent(name, text))
+    return cls
 
 
 class _Finder(importlib.abc.MetaPathFinder):

@@ -18,14 +18,17 @@ _ROOMS = {
         ("", "recipes", "quantized quantizer roles"),
         ("", "state", "autocast capture>graph_seeds model_init moved>applied_device scaling threads"),
         ("nn", "state", "weight_store"),
-        ("", "memory", "marks offload recompute rng_tracker unchanged"),
+        ("", "memory", "marks>offload_marks offload recompute rng_tracker unchanged>recompute_inputs"),
+        ("memory", "memory", "marks>offload_marks unchanged>recompute_inputs"),
         ("nn", "float8", "float8_kept>float8_storage float8_like float8_part float8_quantizer float8_tensor"),
         ("nn", "float8", "quantized_tensor"),
         ("nn", "checkpoints", "checkpoint_format packed_state transformer_engine_state"),
-        ("", "checkpoints", "pickled sealed"),
+        ("", "checkpoints", "pickled sealed>checked_safetensors"),
+        ("checkpoints", "checkpoints", "sealed>checked_safetensors"),
         ("nn", "nn.core", "attributes autograd checkpoints>state_dict checks context delayed>delayed_wgrad dropout"),
-        ("nn", "nn.core", "fp8_state hook init module observed one_rank parameters"),
-        ("", "nn.core", "compiled fp8_checkpoint"),
+        ("nn", "nn.core", "fp8_state hook init module observed>observed_quantizer one_rank parameters"),
+        ("", "nn.core", "compiled fp8_checkpoint>fp8_state_io"),
+        ("nn.core", "nn.core", "fp8_checkpoint>fp8_state_io observed>observed_quantizer"),
         ("nn", "nn.layers", "cross_entropy embedding fused_linear_cross_entropy layernorm layernorm_linear"),
         ("nn", "nn.layers", "layernorm_mlp linear"),
         ("nn", "nn.attentions", "attention>dot_product_attention attention_bias attention_block attention_fp8"),
@@ -34,6 +37,8 @@ _ROOMS = {
         ("nn", "nn.attentions", "heads inference multihead_attention packing rotary_embedding rotated>apply_rotary"),
         ("nn", "nn.transformer", "blocks>halves transformer_layer transformer_layer_checks"),
         ("", "graphs", "graph graph_capture pipeline_order"),
+        ("inspect.recorded_step", "inspect.recorded_step", "named>tensor_names"),
+        ("recorded_step", "inspect.recorded_step", "named>tensor_names"),
         ("", "inspect", "anomaly precision recorded_step sample statistics"),
         ("", "te", "placeholders stand_in"),
         ("", "support", "dtensor files groups nested not_offered notice numba_jit transforms workers"),
@@ -50,6 +55,8 @@ _ROOMS = {
         ("ops", "ops.optimizers", "adafactor adam adam_capturable adam_states clip_grads grad_norm sgd"),
     ),
     "optimized": (
+        ("", "", "replay>tapes"),
+        ("replay", "tapes", "relative>relocation"),
         ("ops", "ops.casts", "amax cast cast_stats cast_transpose cat_cast_transpose dbias multi_cast_transpose"),
         ("ops", "ops.casts", "scale_update"),
         ("ops", "ops.gemms", "gemm gemm_config gemm_fp8 gemm_fp8_split_k gemm_fused gemm_operands gemm_tile"),
@@ -60,7 +67,10 @@ _ROOMS = {
         ("ops", "ops.random", "dropout normal"),
         ("ops", "ops.vocabulary", "cross_entropy embedding"),
         ("ops", "ops.optimizers", "adafactor adam adam_capturable adam_states clip_grads grad_norm sgd"),
-        ("", "cuda", "ahead compiler device launch packaged tensor_map"),
+        ("", "cuda", "ahead>precompile compiler device launch packaged>wheel_cubins tensor_map"),
+        ("cuda", "cuda", "ahead>precompile packaged>wheel_cubins"),
+        ("training", "training", "captured>cuda_graph watched>monitor"),
+        ("bench", "bench", "copies>memory_bound"),
         ("bench", "bench.kernels", "activation adam attention attention_plot cast cross_entropy cublaslt embedding"),
         ("bench", "bench.kernels", "gemm gemm_epilogue gemm_equality gemm_shapes norm"),
         ("bench", "bench.layers", "decode first_step ladder layer layer_models layer_plot layer_sweep layer_tables"),
@@ -75,7 +85,7 @@ for _side, _moves in _ROOMS.items():
     for _folder, _room, _names in _moves:
         for _one in _names.split():
             _was, _, _is = _one.partition(">")
-            NAMES[".".join(filter(None, (_side, _folder, _was)))] = f"{_side}.{_room}.{_is or _was}"
+            NAMES[".".join(filter(None, (_side, _folder, _was)))] = ".".join(filter(None, (_side, _room, _is or _was)))
 _PREFIX = __name__.removesuffix("reference.support.older_names")  # "twin_engine." in a wheel
 
 

@@ -194,12 +194,12 @@ def _named(one: Any) -> Any:
     return _Renamed(_own_names[one], one.__qualname__) if renamed else one
 
 
-def _rename(kind: type, module: str) -> None:
-    """Let `kind.__module__` be Transformer Engine's; pickles and copies of its objects go on naming its own."""
-    if kind in _own_names:
+def _rename(cls: type, module: str) -> None:
+    """Let `cls.__module__` be Transformer Engine's; pickles and copies of its objects go on naming its own."""
+    if cls in _own_names:
         return
-    _own_names[kind] = kind.__module__
-    before: Any = kind.__reduce_ex__
+    _own_names[cls] = cls.__module__
+    before: Any = cls.__reduce_ex__
 
     def reduce_ex(self: Any, protocol: Any) -> Any:
         reduced = before(self, protocol)
@@ -208,18 +208,18 @@ def _rename(kind: type, module: str) -> None:
         function, args, *rest = reduced
         return (_rebuilt, tuple(map(_named, (function, *args))), *rest)
 
-    kind.__module__ = module
-    if not issubclass(kind, torch.Tensor):  # these have functions that make them
-        _pickled_before[kind] = vars(kind).get("__reduce_ex__")
-        kind.__reduce_ex__ = reduce_ex  # type: ignore[method-assign, assignment]
+    cls.__module__ = module
+    if not issubclass(cls, torch.Tensor):  # these have functions that make them
+        _pickled_before[cls] = vars(cls).get("__reduce_ex__")
+        cls.__reduce_ex__ = reduce_ex  # type: ignore[method-assign, assignment]
 
 
 def _rename_all(modules: Mapping[str, ModuleType]) -> None:
     for name, groups in placeholders.table().items():
         for one in groups.get("defines", ()):
-            kind = vars(modules[name]).get(one)
-            if isinstance(kind, type):
-                _rename(kind, name)
+            cls = vars(modules[name]).get(one)
+            if isinstance(cls, type):
+                _rename(cls, name)
 
 
 # --- installing ---------------------------------------------------------------------------------------------
@@ -251,13 +251,13 @@ def uninstall() -> None:
     for name in [one for one in sys.modules if one.partition(".")[0] in (ROOT, f"{ROOT}_torch")]:
         del sys.modules[name]
     sys.meta_path[:] = [one for one in sys.meta_path if one is not _finder]
-    for kind, own in _own_names.items():
-        kind.__module__ = own
-    for kind, before in _pickled_before.items():
+    for cls, own in _own_names.items():
+        cls.__module__ = own
+    for cls, before in _pickled_before.items():
         if before is None:
-            del kind.__reduce_ex__  # type: ignore[misc]
+            del cls.__reduce_ex__  # type: ignore[misc]
         else:
-            kind.__reduce_ex__ = before  # type: ignore[method-assign]
+            cls.__reduce_ex__ = before  # type: ignore[method-assign]
     _own_names.clear()
     _pickled_before.clear()
 

@@ -12,7 +12,7 @@ import torch
 from shared.dry_bench import MS_PER_NOTE, DryBench, samples
 
 from optimized import measure
-from optimized.bench import copies
+from optimized.bench import memory_bound
 from optimized.bench.kernels import activation, adam, cast, gemm, gemm_equality, norm
 from optimized.bench.layers import ladder, layer, layer_models, tutorial_layers
 from optimized.cuda import compiler
@@ -87,7 +87,7 @@ def test_a_flush_reads_its_buffer(bench: DryBench) -> None:
 
 
 def test_how_many_inputs_exceed_l2(bench: DryBench) -> None:
-    four = copies.Copies(4, 5)
+    four = memory_bound.Copies(4, 5)
     assert [four.inputs(size) for size in (1, 64 << 20, (64 << 20) + 1, 128 << 20, 1 << 30)] == [4, 4, 4, 2, 1]
     assert four.inputs(1 << 30, least=3) == 3
 
@@ -96,7 +96,7 @@ def test_a_share_is_a_bandwidth_over_the_copys(bench: DryBench) -> None:
     """4 calls in 2 ms that move 1 GB each; the large copy moves 2^30 bytes in 1 ms, a copy of as many bytes takes 3."""
     times = {"op": 2.0, "large copy": 1.0, f"copy {10**9}": 3.0}
     with mock.patch.object(measure, "interleave", lambda timed, **_: {name: [times[name]] * 3 for name in timed}):
-        found = copies.Copies(4, 3).beside({"op": lambda i: None}, {"op": 10**9})
+        found = memory_bound.Copies(4, 3).beside({"op": lambda i: None}, {"op": 10**9})
     (one,) = found.values()
     assert one["ms"]["median"] == 0.5
     assert one["terabytes_per_second"] == pytest.approx(2.0)

@@ -18,7 +18,7 @@ from shared.dry_runs import Row, is_drawn, launches, layers, run
 from optimized import measure
 from optimized.bench.layers import decode, first_step, layer, layer_models, layer_plot
 from optimized.bench.models import seeds, single_gpu, single_gpu_models, single_gpu_plot, train, trainer
-from optimized.training import captured
+from optimized.training import cuda_graph
 from optimized.training.corpus import Corpus
 from optimized.training.settings import Settings
 
@@ -31,7 +31,7 @@ def test_training_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     monkeypatch.setattr(train, "LARGE_STEPS", 2)
     monkeypatch.setattr(train, "LARGE_WARM_UP", 1)
-    monkeypatch.setattr(captured, "Step", lambda run, *_: run)
+    monkeypatch.setattr(cuda_graph, "Step", lambda run, *_: run)
     with layers():
         ran = run(train, partial(train.run, sizes=sizes, steps=3, warm_up=2, text=training_text.corpus()))
     payload, (together, *alone) = ran.payload, ran.rounds

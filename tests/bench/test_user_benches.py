@@ -16,7 +16,7 @@ import optimized as te
 from optimized import measure
 from optimized.bench.layers import decode, first_step
 from optimized.bench.models import trainer
-from optimized.cuda import compiler, packaged
+from optimized.cuda import compiler, wheel_cubins
 from reference.support import files
 
 SIZES = trainer.Sizes(64, 128, 4, 2, 2, 128, 16, 2)
@@ -119,19 +119,19 @@ def test_what_a_process_compiled_is_packed_as_in_a_wheel(tmp_path: Path, monkeyp
     folder = tmp_path / "cubins"
     folder.mkdir()
     assert first_step.pack(folder) == 3
-    monkeypatch.setattr(packaged, "FOLDER", folder)
-    assert packaged.found("norm", names[1]) == names[1].encode()
-    assert packaged.found("ladder/2_tma", names[2]) == names[2].encode()
-    assert packaged.found("norm", "norm-lost.bin") is None
+    monkeypatch.setattr(wheel_cubins, "FOLDER", folder)
+    assert wheel_cubins.found("norm", names[1]) == names[1].encode()
+    assert wheel_cubins.found("ladder/2_tma", names[2]) == names[2].encode()
+    assert wheel_cubins.found("norm", "norm-lost.bin") is None
     assert files.record(folder / "about.json")["count"] == 3
 
 
 def test_a_wheels_kernels_serve_the_nvrtc_that_compiled_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packaged, "FOLDER", tmp_path)
+    monkeypatch.setattr(wheel_cubins, "FOLDER", tmp_path)
     monkeypatch.setattr(measure, "ROOT", tmp_path)
     monkeypatch.setattr(compiler, "key", lambda kernel, defines: f"key of {kernel}")
     assert first_step.carried() is None
-    about = {"first": ["norm", {}, "key of norm"], "kernels": packaged.digest()}
+    about = {"first": ["norm", {}, "key of norm"], "kernels": wheel_cubins.digest()}
     (tmp_path / "about.json").write_text(json.dumps(about))
     assert first_step.carried() == tmp_path
     (tmp_path / "about.json").write_text(json.dumps({**about, "kernels": "of another day"}))

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from shared.damage import cut, fill, flip, lengthen
+from shared.file_damage import cut, fill, flip, lengthen
 
 from optimized import measure
 from optimized.commands import main

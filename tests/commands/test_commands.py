@@ -23,7 +23,7 @@ from optimized.commands import (
 )
 from optimized.commands.report import Report
 from optimized.commands.steps import Outcome, speed
-from optimized.cuda import ahead, compiler, device
+from optimized.cuda import compiler, device, precompile
 from reference.support import files
 
 
@@ -167,16 +167,16 @@ def test_compile_fills_the_cache_and_skips_what_is_there(few_kernels: Path, caps
 def test_compile_interrupted_keeps_what_is_compiled(
     few_kernels: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    build = ahead.build
+    build = precompile.build
 
     def interrupted(configurations: Any, jobs: int, done: Any) -> None:
         build(configurations[:1], jobs, done)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(ahead, "build", interrupted)
+    monkeypatch.setattr(precompile, "build", interrupted)
     assert main(["compile"]) == 130
     assert "Stopped. What is compiled stays" in " ".join(capsys.readouterr().out.split())
-    monkeypatch.setattr(ahead, "build", build)
+    monkeypatch.setattr(precompile, "build", build)
     assert main(["compile"]) == 0
     assert "1 kernels compiled, 1 were there" in capsys.readouterr().out
 

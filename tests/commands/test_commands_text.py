@@ -16,9 +16,9 @@ from unittest import mock
 import pytest
 import torch
 from rich.console import Console
+from shared.bit_flips import Fault, Faulty
 from shared.dry_gpu import DryGpu
 from shared.dry_runs import launches
-from shared.faults import Fault, Faulty
 
 import reference as te
 from optimized import measure

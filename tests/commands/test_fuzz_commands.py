@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from shared.damage import cut, fill, flip, lengthen
+from shared.file_damage import cut, fill, flip, lengthen
 from shared.recorded_steps import RECIPES, made, recorded
 from shared.training_text import TEXT
 

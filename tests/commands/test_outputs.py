@@ -44,7 +44,7 @@ KINDS = (outputs.REPLAY, outputs.WALKTHROUGH, outputs.STEP, outputs.METRICS, out
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.what)
-def test_a_file_of_another_kind_stays(kind: outputs.Kind, tmp_path: Path) -> None:
+def test_a_file_of_another_kind_stays(kind: outputs.FileType, tmp_path: Path) -> None:
     path = tmp_path / "file"
     for content in (b"my thesis", b"<!doctype html><title>mine</title>", b"{}", b"\x89PNG", b"PK\x03\x04", b"\0" * 99):
         path.write_bytes(content)

@@ -20,7 +20,7 @@ from optimized.commands.steps import Outcome, recorded, speed, training, tutoria
 from optimized.commands.steps.style import styled
 from optimized.recordings import linear
 from optimized.recordings import tensor_core as recordings
-from optimized.training import corpus, watched
+from optimized.training import corpus, monitor
 from optimized.training.settings import Settings
 from optimized.training.trainer import Trainer
 from reference.numbers import tensor_core
@@ -116,7 +116,7 @@ def test_walkthrough_fails_when_a_word_differs(
 def test_training_learns_and_is_watched() -> None:
     text = corpus.read(20)
     settings = replace(TINY, steps=30, warmup=5, rows=4)
-    one = watched.train(text, settings, True, None)
+    one = monitor.train(text, settings, True, None)
     assert one.losses[-1] < one.losses[0] - 1
     assert one.scale["layer 0 fc1", "weight"][1] == one.scale["layer 0 fc1", "weight"][2]  # step 0 updated nothing
     # Step 1 uses the amaxes of step 0: the first scale is 1, the second is largest / amax.
@@ -142,15 +142,15 @@ def test_layers_of_the_model_are_what_runs_in_fp8() -> None:
 def test_training_compares_both_sides_word_for_word() -> None:
     """The comparison itself, with the CPU as its own twin: equal, until a parameter of one side is touched."""
     text = corpus.read(5)
-    run = watched.train(text, TINY, True, torch.device("cpu"))
+    run = monitor.train(text, TINY, True, torch.device("cpu"))
     assert run.tally.equal
-    assert run.losses == watched.train(text, TINY, True, None).losses  # a second side changes nothing
+    assert run.losses == monitor.train(text, TINY, True, None).losses  # a second side changes nothing
     sides = [Trainer(TINY, text) for _ in range(2)]
     for side in sides:
         side.train()
     with torch.no_grad():
         sides[1].model.bytes.weight[0, 0] += 1
-    watched.compare(run.tally, *sides)
+    monitor.compare(run.tally, *sides)
     assert run.tally.different == 1
 
 

@@ -22,7 +22,7 @@ import optimized
 import reference as te
 from optimized import defaults, measure
 from optimized.commands import main
-from optimized.cuda import compiler, packaged
+from optimized.cuda import compiler, wheel_cubins
 from reference.numbers import philox
 from reference.support import files, notice
 
@@ -354,15 +354,15 @@ def test_a_damaged_archive_is_said_once_and_its_kernels_are_compiled(
     clone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = Path(shutil.copytree(clone / ".wheel" / "cubins", tmp_path / "cubins"))
-    monkeypatch.setattr(packaged, "FOLDER", folder)
+    monkeypatch.setattr(wheel_cubins, "FOLDER", folder)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    packaged._entries.cache_clear()
+    wheel_cubins._entries.cache_clear()
     assert compiler.is_built(*KERNELS[0])
     path = folder / "amax.tar.xz"
     whole = path.read_bytes()
     for damaged in (whole[:-20], b"no archive", whole[:200] + b"\0\0\0\0" + whole[204:]):
         files.write(path, damaged)
-        packaged._entries.cache_clear()
+        wheel_cubins._entries.cache_clear()
         notice._said.clear()
         caplog.clear()
         assert not compiler.is_built(*KERNELS[0])
@@ -370,7 +370,7 @@ def test_a_damaged_archive_is_said_once_and_its_kernels_are_compiled(
         (record,) = caplog.records
         assert re.search(r"amax\.tar\.xz is damaged \(.+\): its kernels are compiled anew", record.getMessage())
     assert compiler.is_built(*KERNELS[1])
-    packaged._entries.cache_clear()
+    wheel_cubins._entries.cache_clear()
 
 
 EDITABLE = """

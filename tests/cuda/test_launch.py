@@ -12,7 +12,7 @@ from shared.bits import assert_same_bits
 import optimized
 from optimized.cuda import device, launch, tensor_map
 from optimized.ops.casts.cast_transpose import tile_grid
-from optimized.replay import Launches
+from optimized.tapes import Launches
 
 twin = torch.ops.twin
 
@@ -242,11 +242,11 @@ def test_recorded_launches_are_made_again_on_any_stream_and_inside_a_capture() -
         torch.cuda.synchronize()
         if time == 6:
             with torch.cuda.graph(captured):
-                launches.replay(0)
+                launches.play(0)
             captured.replay()
         else:
             with torch.cuda.stream(other if time in (1, 4) else torch.cuda.current_stream()):
-                launches.replay(0)
+                launches.play(0)
         torch.cuda.synchronize()
         expected = torch.zeros(5, 3)
         for a, b in zip([*out, history], [*casts(x.cpu(), expected), expected], strict=True):

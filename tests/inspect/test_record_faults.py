@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from shared.faults import Fault, Faulty
+from shared.bit_flips import Fault, Faulty
 from shared.recorded_steps import RECIPES, given, made, step
 
 import reference as te

@@ -16,7 +16,7 @@ from shared.recorded_steps import RECIPES, given, made, recorded, replayed, step
 
 import reference as te
 from optimized.commands import main
-from reference.checkpoints import sealed
+from reference.checkpoints import checked_safetensors
 from reference.inspect.recorded_step import file
 from reference.support import files
 
@@ -41,7 +41,7 @@ def rewritten(path: Path, change: Callable[[dict[str, Any], Tensors], None], **m
         tensors["program"] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     kept = {name: value for name, value in kept.items() if name not in ("seal", "crc32")}
     metadata = {**kept, "sha256": hashlib.sha256(text).hexdigest(), **metadata}
-    sealed.write(path, tensors, metadata, file.safe_name)
+    checked_safetensors.write(path, tensors, metadata, file.safe_name)
 
 
 def first_op(name: str, value: Any) -> Callable[[dict[str, Any], Tensors], None]:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from shared.bits import assert_same_bits
-from shared.measured import BF16, CURRENT, DELAYED, LAYERS, made, numbers, step
+from shared.statistics_cases import BF16, CURRENT, DELAYED, LAYERS, made, numbers, step
 
 import reference as te
 from reference.inspect import statistics

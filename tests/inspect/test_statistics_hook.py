@@ -11,10 +11,10 @@ from shared.dry_gpu import DryGpu
 
 import optimized
 import reference as te
-from optimized.replay import Player, player
+from optimized.tapes import Player, player
 from reference.inspect import statistics
 from reference.nn.core import autograd, hook
-from reference.nn.core.observed import Observed
+from reference.nn.core.observed_quantizer import Observed
 
 BF16 = torch.bfloat16
 pytestmark = pytest.mark.usefixtures("same_player")
@@ -94,7 +94,7 @@ def test_kernels_of_a_measured_forward_are_compiled_side_by_side() -> None:
     with DryGpu() as gpu:
         gpu.tapes()
         layer = optimized.Linear(64, 64, params_dtype=BF16)
-        compile_plain = gpu.enter_context(mock.patch.object(player.ahead, "compile_plain"))
+        compile_plain = gpu.enter_context(mock.patch.object(player.precompile, "compile_plain"))
         with te.collect_stats(layer, every=1), te.autocast():
             layer(torch.empty(32, 64, dtype=BF16, device="cuda"))
         ((_, _, _, context, _),) = (call.args for call in compile_plain.call_args_list)
@@ -123,7 +123,7 @@ def test_an_observed_quantizer_is_its_inner_one_to_everybody_else() -> None:
     step(layer)
     inner = next(iter(layer._precision.quantizers.values()))
     observed = Observed(inner, lambda *args: None)
-    assert (observed.kind, observed.dtype, observed.fp8) == (inner.kind, inner.dtype, inner.fp8)
+    assert (observed.key, observed.dtype, observed.fp8) == (inner.key, inner.dtype, inner.fp8)
     assert [*map(id, observed.tensors())] == [*map(id, inner.tensors())]
     assert [*map(id, observed.changes())] == [*map(id, inner.changes())]
     assert observed.scale(torch.ones(4, 32, dtype=BF16)).item() == inner.scale(torch.ones(4, 32, dtype=BF16)).item()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from shared.bits import assert_same_bits
-from shared.measured import BF16, CURRENT, DELAYED, LAYERS, made, numbers, step
+from shared.statistics_cases import BF16, CURRENT, DELAYED, LAYERS, made, numbers, step
 
 import reference as te
 from reference.inspect import statistics

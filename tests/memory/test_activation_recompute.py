@@ -8,7 +8,7 @@ import torch
 from shared.transformer_layers import layer_of, numbers
 
 import reference as te
-from reference.memory.recompute import activation_recompute_forward, replaying
+from reference.memory.recompute import activation_recompute_forward, recomputing
 from reference.quantization import FP8GlobalStateManager
 
 RECIPE = te.DelayedScaling(amax_history_len=4)
@@ -83,7 +83,7 @@ def test_it_changes_no_bit(way: str, fp8: bool, same_bits) -> None:
         found.append(results)
     for a, b in zip(*found, strict=True):
         same_bits(a, b)
-    assert not replaying()
+    assert not recomputing()
 
 
 def test_several_microbatches_are_recomputed_in_their_order(same_bits) -> None:

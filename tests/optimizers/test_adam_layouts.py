@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from shared.adams import (
+from shared.adam_parameters import (
     BF16,
     FusedAdam,
     assert_unchanged,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from shared.adams import BF16, FusedAdam, groups, parameters, through_a_file, train
+from shared.adam_parameters import BF16, FusedAdam, groups, parameters, through_a_file, train
 from shared.bits import assert_same_bits
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from shared.adams import BF16, SHAPES, FusedAdam, groups, parameters, through_a_file, train
+from shared.adam_parameters import BF16, SHAPES, FusedAdam, groups, parameters, through_a_file, train
 from shared.bits import assert_same_bits
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from shared.adams import BF16, RECIPE, FusedAdam, numbers, parameter
+from shared.adam_parameters import BF16, RECIPE, FusedAdam, numbers, parameter
 from shared.bits import assert_same_bits
 
 import reference as te

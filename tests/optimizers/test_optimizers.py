@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from shared.adams import BAD_PARAMETERS, assert_unchanged, everything, parameter
+from shared.adam_parameters import BAD_PARAMETERS, assert_unchanged, everything, parameter
 from shared.bits import assert_same_bits
 
 import reference as te

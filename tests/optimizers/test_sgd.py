@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from shared.adams import (
+from shared.adam_parameters import (
     BF16,
     assert_unchanged,
     everything,

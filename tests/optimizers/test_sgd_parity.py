@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shared.adams import awkward
+from shared.adam_parameters import awkward
 from shared.bits import assert_same_bits
 
 import optimized  # noqa: F401  (registers the CUDA kernels)

@@ -160,7 +160,7 @@ def test_a_gpu_has_the_same_bits(name: str, recipe: str, same_bits) -> None:
     assert optimized.TransformerLayer
     here = made(name)
     there = copy.deepcopy(here).cuda()
-    for _ in range(3):  # the third step replays its launches
+    for _ in range(3):  # the third step plays its launches
         for one, two in zip(step(here, RECIPES[recipe][0]), step(there, RECIPES[recipe][0], "cuda"), strict=True):
             same_bits(one, two.cpu())
 

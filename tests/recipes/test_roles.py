@@ -138,7 +138,7 @@ class Experts(TransformerEngineBaseModule):
     def forward(self, x: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
         context = self.context(x.dtype, None)
         tensors = (x, *[getattr(self, f"weight{i}") for i in range(self.count)])
-        plan = _Plan(x.dtype, wanted(*tensors), context.kind, sizes)
+        plan = _Plan(x.dtype, wanted(*tensors), context.key, sizes)
         return differentiable(_forward, _backward, plan, context, *tensors)
 
 

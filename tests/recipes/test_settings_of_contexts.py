@@ -15,6 +15,7 @@ import reference as te
 from reference.memory.recompute import activation_recompute_forward
 from reference.recipe import (
     DelayedScaling,
+    Float8BlockScaling,
     Float8CurrentScaling,
     Format,
     MXFP8BlockScaling,
@@ -87,7 +88,7 @@ def of_offload(given: dict[str, Any]) -> Any:
 def of_recompute(given: dict[str, Any]) -> Any:
     context = activation_recompute_forward(**given)
     with context:
-        return bool(te.recompute.here().recording), bool(te.recompute.here().replaying)
+        return bool(te.recompute.here().first_runs), bool(te.recompute.here().recomputations)
 
 
 def of_rotation(given: dict[str, Any]) -> Any:
@@ -139,6 +140,9 @@ GIVEN = {"scale": torch.ones(1), "amax": torch.zeros(1), "fp8_dtype": te.DType.k
 CURRENT = Float8CurrentScaling()
 CALLS: dict[str, tuple[Any, Run, list[dict[str, Any]]]] = {
     "DelayedScaling": (DelayedScaling, of_recipe(DelayedScaling), [{"amax_history_len": 4}, {"amax_history_len": 1}]),
+    "Float8BlockScaling": (
+        Float8BlockScaling, of_recipe(Float8BlockScaling), [{}, {"w_block_scaling_dim": 1}],
+    ),
     "Float8CurrentScaling": (Float8CurrentScaling, of_recipe(Float8CurrentScaling), [{}]),
     "MXFP8BlockScaling": (MXFP8BlockScaling, of_recipe(MXFP8BlockScaling), [{}]),
     "NVFP4BlockScaling": (NVFP4BlockScaling, of_recipe(NVFP4BlockScaling), [{}]),

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from shared.trackers import tracker_of
+from shared.rng_trackers import tracker_of
 
 import reference as te
 

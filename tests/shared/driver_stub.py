@@ -1,4 +1,4 @@
-"""A pretended CUDA driver and runtime: what `launch` and `replay` ask of them is noted."""
+"""A pretended CUDA driver and runtime: what `launch` and tapes ask of them is noted."""
 
 import ctypes
 import sys
@@ -11,7 +11,7 @@ import torch
 
 from optimized.cuda import compiler, launch
 from optimized.cuda import device as device_checks
-from optimized.replay import launches
+from optimized.tapes import launches
 
 STREAM = 0x5EED
 

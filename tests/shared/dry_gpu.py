@@ -28,11 +28,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from optimized.cuda import ahead, launch, tensor_map
 from optimized.cuda import device as device_checks
-from optimized.replay import calls, memory, player, relative, watch
-from optimized.replay.collectives import Collective
-from optimized.replay.launches import Copy, Launches
+from optimized.cuda import launch, precompile, tensor_map
+from optimized.tapes import calls, memory, player, relocation, watch
+from optimized.tapes.collectives import Collective
+from optimized.tapes.launches import Copy, Launches
 from reference.nn.core import compiled
 from reference.ops import library
 from reference.ops.library import _IMPLEMENTATIONS
@@ -131,13 +131,13 @@ class DryGpu(contextlib.ExitStack):
         patches: list[tuple[Any, str, Any]] = [
             (launch, "launch", self._launch),
             (launch, "_start", self._start),
-            (Launches, "replay", lambda launches, device: [one.replay(0) for one in launches._entries]),
-            (Copy, "replay", lambda copy, stream: self.lines.append(f"again copy({self._copied(copy)})")),
+            (Launches, "play", lambda launches, device: [one.play(0) for one in launches._entries]),
+            (Copy, "play", lambda copy, stream: self.lines.append(f"again copy({self._copied(copy)})")),
             (launch, "processors", lambda index: PROCESSORS),
             (launch, "clusters_at_once", lambda kernel, blocks, threads, smem, device: PROCESSORS // blocks - 2),
             (tensor_map, "_driver", lambda: self._encode),
             (tensor_map, "_replacer", lambda: self._replace),
-            (calls, "_kinds", {}),
+            (calls, "_groups", {}),
             (calls, "counts", calls.Counts()),
             (compiled, "_orders", {}),
             (device_checks, "check", lambda index: None),
@@ -161,7 +161,7 @@ class DryGpu(contextlib.ExitStack):
         return text.split("\n") if text else []
 
     def tapes(self) -> None:
-        """Let layers be replayed from tapes (optimized/replay), until the end; addresses are used again then."""
+        """Let layers be played from tapes (optimized/tapes), until the end; addresses are used again then."""
         self._reuses = True
 
         def storage_of(x: torch.Tensor) -> int:
@@ -185,20 +185,20 @@ class DryGpu(contextlib.ExitStack):
 
         pretending(watch.Watch, "__torch_dispatch__")
         pretending(player.Player, "backward")
-        for owner in (calls, memory, relative):
+        for owner in (calls, memory, relocation):
             self.enter_context(mock.patch.object(owner, "storage_of", storage_of))
         for kind in (watch.TorchOp, watch.TorchOutOp, Collective):
-            self.enter_context(mock.patch.object(kind, "replay", called(kind.__name__)))
-        pretending(ahead.Dry, "__torch_dispatch__")
+            self.enter_context(mock.patch.object(kind, "play", called(kind.__name__)))
+        pretending(precompile.Dry, "__torch_dispatch__")
         self.enter_context(
-            mock.patch.object(ahead, "_Passes", type("Passes", (), {"idle": 0, "compiled": 0, "plain": set()}))
+            mock.patch.object(precompile, "_Passes", type("Passes", (), {"idle": 0, "compiled": 0, "plain": set()}))
         )
 
         def compile_missing(kernels: Sequence[launch.Kernel]) -> int:
             self.collected.append(set(kernels))
             return self.missing
 
-        self.enter_context(mock.patch.object(ahead, "compile_missing", compile_missing))
+        self.enter_context(mock.patch.object(precompile, "compile_missing", compile_missing))
         self.enter_context(mock.patch.object(torch._C, "_len_torch_dispatch_stack", return_value=0))
 
     # --- addresses ---------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import optimized
 import reference as te
 from optimized.cuda import launch
-from optimized.replay import collective
+from optimized.tapes import collective
 from reference.nn.core.autograd import differentiable, wanted
 from reference.nn.core.context import BlockContext, ModuleContext
 from reference.nn.layers import linear
@@ -79,7 +79,7 @@ def parallel_rows(side: Any) -> Any:
         def forward(self, x: torch.Tensor, group: str) -> torch.Tensor:
             context, tensors = self.context(x.dtype, None), (rows_of(x), self.weight)
             needs = wanted(*tensors)
-            plan = RowPlan(needs, linear.Plan(x.dtype, (*needs, False), context.kind), group)
+            plan = RowPlan(needs, linear.Plan(x.dtype, (*needs, False), context.key), group)
             return differentiable(row_forward, row_backward, plan, context, *tensors)
 
     return RowParallel
@@ -134,7 +134,7 @@ def by_experts(side: Any) -> Any:
         def forward(self, x: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
             context, tensors = self.context(x.dtype, None), (rows_of(x), self.weight)
             needs = wanted(*tensors)
-            plan = ScaledPlan(needs, linear.Plan(x.dtype, (*needs, False), context.kind))
+            plan = ScaledPlan(needs, linear.Plan(x.dtype, (*needs, False), context.key))
             both = BlockContext((context,), reads=(sizes,))
             return differentiable(scaled_forward, scaled_backward, plan, both, *tensors)
 

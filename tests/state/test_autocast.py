@@ -374,5 +374,5 @@ def test_what_a_forward_found_serves_only_a_forward_like_it(change: str, setting
         )
         forward = module.fp8_meta["scaling_fwd"]
         context = module.context(x.dtype, None)
-        seen.append((noted, y.tolist(), forward.scale.tolist(), forward.amax_history.tolist(), context.kind))
+        seen.append((noted, y.tolist(), forward.scale.tolist(), forward.amax_history.tolist(), context.key))
     assert seen[0] == seen[1]

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from shared.linears import RECIPES, numbers
+from shared.linear_cases import RECIPES, numbers
 
 import reference as te
 from reference.numbers import formats, tensor_core

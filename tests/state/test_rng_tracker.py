@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.utils.checkpoint
-from shared.trackers import RNG, tracker_of
+from shared.rng_trackers import RNG, tracker_of
 from shared.transformer_layers import RECIPE, layer_of, numbers
 
 import reference as te

@@ -20,7 +20,7 @@ BF16 = torch.bfloat16
 def nothing_stays_open() -> Iterator[None]:
     yield
     thread = here()
-    assert [thread.autocasts, thread.inits, thread.recording, thread.replaying] == [[], [], [], []]
+    assert [thread.autocasts, thread.inits, thread.first_runs, thread.recomputations] == [[], [], [], []]
 
 
 def layer(seed: int = 0) -> te.Linear:

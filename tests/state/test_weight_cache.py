@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from shared.linears import RECIPES, numbers
+from shared.linear_cases import RECIPES, numbers
 
 import reference as te
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from shared.quiet_transformers import (
+from shared.hugging_face_models import (
     BF16,
     FORMS,
     base_weights,

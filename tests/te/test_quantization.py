@@ -22,7 +22,6 @@ def test_what_is_available(side: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, sentence in (
         ("is_mxfp8_available", "te.recipe.MXFP8BlockScaling runs on a CPU alone: MXFP8 and NVFP4 need Blackwell"),
         ("is_nvfp4_available", "te.recipe.NVFP4BlockScaling runs on a CPU alone: MXFP8 and NVFP4 need Blackwell"),
-        ("is_fp8_block_scaling_available", "recipe.Float8BlockScaling is not offered by Twin Engine: "),
     ):
         assert getattr(side, name)() is False
         available, reason = getattr(side, name)(return_reason=True)
@@ -33,11 +32,11 @@ def test_what_is_available(side: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_fp8_runs_on_every_cpu_and_on_some_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert te.is_fp8_available() is True
+    assert te.is_fp8_available() is te.is_fp8_block_scaling_available() is True
     assert te.is_fp8_available(return_reason=True) == (True, "")
     for problems in ([], ["no GPU.", "no CuPy."]):
         monkeypatch.setattr(device, "problems", lambda found=problems: found)
-        assert optimized.is_fp8_available() is (not problems)
+        assert optimized.is_fp8_available() is optimized.is_fp8_block_scaling_available() is (not problems)
         assert optimized.is_fp8_available(True) == (not problems, " ".join(problems))
     with pytest.raises(TypeError, match=r"^is_fp8_available: return_reason='yes'; True and False are accepted\.$"):
         optimized.is_fp8_available("yes")  # type: ignore[arg-type]
@@ -119,7 +118,7 @@ def test_what_is_open_in_this_thread() -> None:
     assert Manager.fp8_graph_capturing() is False
     assert Manager.is_fp8_available() == (True, "")
     assert Manager.is_mxfp8_available()[0] is Manager.is_nvfp4_available()[0] is False
-    assert Manager.is_fp8_block_scaling_available()[0] is False
+    assert Manager.is_fp8_block_scaling_available() == (True, "")
 
 
 @pytest.mark.parametrize("name", ["autocast_enter", "quantization_state", "reduce_and_update_fp8_tensors"])

@@ -188,8 +188,8 @@ def test_names_with_an_obvious_answer_are_offered() -> None:
 REFUSED = {
     "root.pytorch.Fp8Padding(16)": "te.Fp8Padding is not offered by Twin Engine: there are no",
     "root.common.recipe.CustomRecipe()": "recipe.CustomRecipe is not offered by Twin",
-    "root.pytorch.Float8BlockScaling()": "recipe.Float8BlockScaling is not offered by Twin Engine: te.recipe.Del",
-    "reference.Float8BlockScaling": "recipe.Float8BlockScaling is not offered by Twin Engine: te.recipe.Del",
+    "root.pytorch.CustomRecipe()": "recipe.CustomRecipe is not offered by Twin Engine: te.recipe has Del",
+    "reference.CustomRecipe": "recipe.CustomRecipe is not offered by Twin Engine: te.recipe has Del",
     "root.pytorch.GroupedLinear(2, 16, 16)": "te.GroupedLinear is not offered by Twin Engine: there are no layers",
     "root.pytorch.router.fused_moe_aux_loss()": "fused_moe_aux_loss is not offered by Twin Engine: there are no lay",
     "root.pytorch.export.onnx_export()": "te.onnx_export is not offered by Twin Engine: there is no export",

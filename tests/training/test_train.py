@@ -67,7 +67,7 @@ def trained(settings: Settings, steps: int | None = None) -> Trainer:
 # --- the recorded hashes -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("precision", ["delayed", "current"])
+@pytest.mark.parametrize("precision", ["delayed", "current", "block"])
 def test_the_first_steps_have_the_recorded_hashes(precision: str) -> None:
     assert hashes(precision, FIRST) == recorded(precision, FIRST)
 
@@ -79,14 +79,14 @@ def test_a_mean_of_no_batches_is_refused(batches: Any) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("precision", ["delayed", "current"])
+@pytest.mark.parametrize("precision", ["delayed", "current", "block"])
 def test_twenty_steps_on_a_gpu_have_the_recorded_hashes(precision: str) -> None:
     assert hashes(precision, SHORT, "cuda") == recorded(precision, SHORT)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("precision", ["delayed", "current"])
+@pytest.mark.parametrize("precision", ["delayed", "current", "block"])
 def test_two_hundred_steps_have_the_recorded_hashes(precision: str, device: str) -> None:
     found = hashes(precision, LONG, device)
     assert found == recorded(precision, LONG)
@@ -179,7 +179,7 @@ def test_a_sample_is_what_the_whole_text_gives(precision: str) -> None:
     model, read = trainer.model, list[int]()
     model.register_forward_pre_hook(lambda _, args: read.append(len(args[0])))
     found = trainer.sample(b"7 * ", 20)
-    assert read == ([4, *[1] * 12] if precision in ("bf16", "delayed") else [*range(4, 17)]) + [16] * 7
+    assert read == ([*range(4, 17)] if precision in ("current", "nvfp4") else [4, *[1] * 12]) + [16] * 7
     text = b"7 * "
     with torch.no_grad():
         model.eval()
@@ -335,7 +335,7 @@ def test_the_rate_rises_and_falls_as_a_cosine() -> None:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"precision": "fp4"}, r"precision='fp4'; bf16, delayed, current, mxfp8, nvfp4 are accepted\."),
+        ({"precision": "fp4"}, r"precision='fp4'; bf16, delayed, current, block, mxfp8, nvfp4 are accepted\."),
         ({"heads": 3}, r"hidden=32 with heads=3; a multiple"),
         ({"dropout": 1.0}, r"dropout=1\.0; a number from 0 to below 1"),
         ({"vocabulary": 255}, r"vocabulary=255; at least 256"),
@@ -379,7 +379,7 @@ def test_texts_are_read_in_order(tmp_path: Path) -> None:
 
 def record() -> None:
     """`PYTHONPATH=.:tests python tests/training/test_train.py` records the hashes anew, on a CPU, in five minutes."""
-    found = {precision: hashes(precision, LONG) for precision in ("delayed", "current")}
+    found = {precision: hashes(precision, LONG) for precision in ("delayed", "current", "block")}
     files.write(GOLDEN, json.dumps(found, indent=1) + "\n")
 
 

@@ -15,7 +15,7 @@ import torch
 import optimized as te
 from optimized import measure
 from optimized.bench import Payload, Progress, result, silent
-from optimized.bench.copies import COPY_BYTES, large_copy
+from optimized.bench.memory_bound import COPY_BYTES, large_copy
 from optimized.bench.table import Table, percent, table
 
 NAME = "adam"

@@ -12,8 +12,8 @@ import torch
 import optimized  # noqa: F401  (registers the CUDA ops)
 from optimized import measure
 from optimized.bench import Payload, Progress, each, silent
-from optimized.bench.copies import Copies, in_turn
 from optimized.bench.layers.layer_models import cudnn
+from optimized.bench.memory_bound import Copies, in_turn
 from optimized.bench.table import Table, percent, table
 from reference.numbers import philox
 

@@ -7,7 +7,7 @@ import torch
 
 import optimized.ops  # noqa: F401  (registers the ops)
 from optimized.bench import Payload, Progress, each, silent
-from optimized.bench.copies import DTYPES, Copies, in_turn, of_copy
+from optimized.bench.memory_bound import DTYPES, Copies, in_turn, of_copy
 from optimized.bench.table import Table, percent, table
 from reference.ops.casts.cast_transpose import cast_outputs
 

@@ -11,7 +11,7 @@ import torch
 
 import optimized as te
 from optimized.bench import Payload, Progress, each, silent
-from optimized.bench.copies import DTYPES, Copies, of_copy
+from optimized.bench.memory_bound import DTYPES, Copies, of_copy
 from optimized.bench.table import Table
 
 NAME = "cross_entropy"

@@ -81,9 +81,9 @@ def _created(name: str, *args: Any) -> ctypes.c_void_p:
     return created
 
 
-def _set(kind: str, target: ctypes.c_void_p, attribute: int, value: Any) -> None:
+def _set(struct: str, target: ctypes.c_void_p, attribute: int, value: Any) -> None:
     size = ctypes.c_size_t(ctypes.sizeof(value))
-    _call(f"cublasLtMatmul{kind}SetAttribute", target, attribute, ctypes.byref(value), size)
+    _call(f"cublasLtMatmul{struct}SetAttribute", target, attribute, ctypes.byref(value), size)
 
 
 def _layout(x: torch.Tensor) -> ctypes.c_void_p:

@@ -11,7 +11,7 @@ import torch
 
 import optimized.ops  # noqa: F401  (registers the ops)
 from optimized.bench import Payload, Progress, each, silent
-from optimized.bench.copies import Copies, of_copy
+from optimized.bench.memory_bound import Copies, of_copy
 from optimized.bench.table import Table
 
 NAME = "embedding"

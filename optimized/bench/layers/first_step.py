@@ -8,7 +8,7 @@ after a synchronisation. The cache folder is empty but where it says otherwise; 
 compiles, is not used, since cubins need none. Files of PyTorch and Python are in the page cache, as a run before has
 read them: a machine that has just been started also waits for its disk.
 
-What a wheel carries (optimized/cuda/packaged.py): if this is a wheel with compiled kernels, or a clone in which
+What a wheel carries (optimized/cuda/wheel_cubins.py): if this is a wheel with compiled kernels, or a clone in which
 `compile --wheel` was run, and they serve this machine's NVRTC, then these. Otherwise what the first process compiled is
 packed in the same form.
 """
@@ -31,7 +31,7 @@ import optimized as te
 from optimized import bench, measure
 from optimized.bench import Payload, Progress, result, silent
 from optimized.bench.table import Table, table
-from optimized.cuda import compiler, packaged
+from optimized.cuda import compiler, wheel_cubins
 from reference.support import files
 
 NAME = "first_step"
@@ -112,7 +112,7 @@ def pack(folder: Path) -> int:
         content = files.kept("cubin", name)
         if content is not None:
             found.setdefault(name.rpartition("-")[0], {})[name] = content
-    packaged.write(folder, found, {"nvrtc": compiler.nvrtc_version()})
+    wheel_cubins.write(folder, found, {"nvrtc": compiler.nvrtc_version()})
     return sum(map(len, found.values()))
 
 
@@ -121,12 +121,12 @@ def carried() -> Path | None:
 
     They serve the NVRTC and the CUDA headers that compiled them.
     """
-    for folder in (packaged.FOLDER, measure.ROOT / ".wheel" / "cubins"):
+    for folder in (wheel_cubins.FOLDER, measure.ROOT / ".wheel" / "cubins"):
         about = folder / "about.json"
         if about.is_file():
             said = files.record(about)
             kernel, defines, key = said["first"]
-            if said["kernels"] == packaged.digest() and compiler.key(kernel, defines) == key:
+            if said["kernels"] == wheel_cubins.digest() and compiler.key(kernel, defines) == key:
                 return folder
     return None
 
@@ -181,7 +181,7 @@ def tables(payload: Payload) -> list[Table]:
 
 
 if __name__ == "__main__":
-    packaged.FOLDER = Path(sys.argv[1])
+    wheel_cubins.FOLDER = Path(sys.argv[1])
     measured = steps(float(sys.argv[3]))
     if sys.argv[2]:
         pack(Path(sys.argv[2]))

@@ -27,10 +27,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from optimized import measure
 from optimized.bench import Payload, Progress, each, result, silent
-from optimized.bench.copies import COPY_BYTES, large_copy
 from optimized.bench.kernels.gemm import fp8_operands, scaled_mm
 from optimized.bench.layers import layer_tables
 from optimized.bench.layers.layer_models import CASES, LINEAR, Case, Contestant, contestants, cudnn, linears
+from optimized.bench.memory_bound import COPY_BYTES, large_copy
 from reference.float8.float8_tensor import Float8Tensor
 
 NAME = "layer"

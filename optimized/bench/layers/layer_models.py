@@ -220,19 +220,19 @@ class Contestant:
 Build = Callable[[], Contestant]
 
 
-def _plain(case: Case, kind: type[BasicTransformerLayer] = Plain) -> torch.nn.Module:
+def _plain(case: Case, cls: type[BasicTransformerLayer] = Plain) -> torch.nn.Module:
     with torch.device("cuda"):
         if case.llama:
             return Llama(case).to(case.dtype)
-        return kind(case.hidden, case.ffn, case.heads, p=case.dropout, causal=case.causal).to(case.dtype)
+        return cls(case.hidden, case.ffn, case.heads, p=case.dropout, causal=case.causal).to(case.dtype)
 
 
 _MODULES = {"te.Linear, te.LayerNorm": ModulesLayer, "LayerNormLinear, LayerNormMLP": FusedLayer}
 
 
-def _of_modules(name: str, case: Case, kind: type[ModulesLayer]) -> Contestant:
+def _of_modules(name: str, case: Case, cls: type[ModulesLayer]) -> Contestant:
     with torch.device("cuda"):
-        layer = kind(case.hidden, case.ffn, case.heads, case.dropout, case.causal, _normal, case.dtype)
+        layer = cls(case.hidden, case.ffn, case.heads, case.dropout, case.causal, _normal, case.dtype)
     context = functools.partial(te.autocast, recipe=RECIPE) if name.endswith("FP8") else contextlib.nullcontext
     # The dropout after the projection is PyTorch's.
     return Contestant(name, "exact", layer, case, context, in_contract=case.dropout == 0)
@@ -257,8 +257,8 @@ def stages(case: Case) -> Iterator[Build]:
     theirs = _transformer_engine(case)
     yield lambda: Contestant("PyTorch", "its matmuls", _plain(case, BasicTransformerLayer), case)
     yield lambda: Contestant("PyTorch", "cuDNN", _plain(case), case)
-    for name, kind in _MODULES.items():
-        yield functools.partial(_of_modules, f"{name}, FP8", case, kind)
+    for name, cls in _MODULES.items():
+        yield functools.partial(_of_modules, f"{name}, FP8", case, cls)
     for layers in (next(_ours(case)), theirs):
         yield from layers[1:2]
 
@@ -275,8 +275,8 @@ def contestants(case: Case) -> Iterator[Build]:
         yield lambda: Contestant("PyTorch, compiled", "cuDNN", torch.compile(_plain(case)), case)
     if case.tokens <= 1024:
         yield functools.partial(_one_thread, lambda: Contestant("PyTorch", "cuDNN", _plain(case), case))
-    for name, kind in _MODULES.items():
-        yield functools.partial(_of_modules, name, case, kind)
+    for name, cls in _MODULES.items():
+        yield functools.partial(_of_modules, name, case, cls)
     for layers in _ours(case):
         yield from layers
     yield from theirs

@@ -14,10 +14,10 @@ PARTS = "cuBLASLt's 12 FP8 GEMMs + cuDNN's attention"
 def tables(payload: Payload) -> list[Table]:
     """The tables of GPT layers, Llama-like layers and one linear map, as far as they were measured."""
     found = []
-    for kind, llama in (("GPT", False), ("Llama-like", True)):
+    for model, llama in (("GPT", False), ("Llama-like", True)):
         cases = [one for one in payload["cases"] if one["case"].get("llama", False) == llama]
         if cases:
-            found.append(_steps(payload, f"One {kind} layer, forward and backward", cases))
+            found.append(_steps(payload, f"One {model} layer, forward and backward", cases))
     if "linear" in payload:
         one = payload["linear"]
         rows = [(name(row), _inside([row]), f"{row['ms']['median']:.3f}") for row in one["rows"]]
@@ -144,10 +144,10 @@ def summary(payload: Payload) -> list[tuple[str, str, str, str]]:
         if THEIRS in times:
             others["Transformer Engine in FP8"] = times[THEIRS]
         sizes = cases[case]["case"]
-        kind = "Llama-like" if sizes.get("llama") else "GPT"
+        model = "Llama-like" if sizes.get("llama") else "GPT"
         for attention in ("exact", "cuDNN") if case < len(cases) - 1 else ("exact",):
             ours, others["here in 16 bits"] = times[FP8, attention], times["TransformerLayer", attention]
-            what = f"{kind} layer, hidden {sizes['hidden']}, {sizes['sequence'] * sizes['batch']} tokens, {attention}"
+            what = f"{model} layer, hidden {sizes['hidden']}, {sizes['sequence'] * sizes['batch']} tokens, {attention}"
             rows.append(
                 (
                     f"{what} attention",

@@ -2,8 +2,8 @@
 
 Four copies of a layer take turns with blocks of a few steps, timed by the host's clock (`bench.layer.timed`): one that
 nobody measures, one inside a `with` between two measured steps, and two of which every step is measured, the second
-with `Float8CurrentScaling` beside its own recipe. A measured step runs op by op; the others are replayed. From their
-medians follows what measuring one step in a hundred costs.
+with `Float8CurrentScaling` beside its own recipe. A measured step runs op by op; the others are played from tapes. From
+their medians follows what measuring one step in a hundred costs.
 """
 
 import contextlib

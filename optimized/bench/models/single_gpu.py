@@ -26,7 +26,7 @@ from optimized.bench.layers import layer, layer_models
 from optimized.bench.models import single_gpu_tables
 from optimized.bench.models.single_gpu_memory import anatomy
 from optimized.bench.models.single_gpu_models import BERT_LARGE, BITSANDBYTES, Setting, Sizes, Training, loader, missing
-from optimized.replay import calls
+from optimized.tapes import calls
 from reference.nn.core.module import TransformerEngineBaseModule
 
 NAME = "single_gpu"
@@ -244,12 +244,12 @@ def measured(group: Group, sizes: Sizes, repeats: int) -> dict[str, Any]:
 def by_itself(group: Group, sizes: Sizes) -> dict[str, Any]:
     """As `measured`, for a group that is `alone`; with the time of each step.
 
-    Replayed layers (docs/replay.md) need some steps until their memory lies where it lay before. Parts of a step have
-    four times the addresses, and find them again late, or in turns with others never.
+    Layers played from tapes (docs/tapes.md) need some steps until their memory lies where it lay before. A step's parts
+    have four times the addresses, and find them again late, or in turns with others never.
     """
     rows = []
     for one in group.settings:
-        calls._kinds.clear()
+        calls._groups.clear()
         calls.counts = calls.Counts()  # as in a new process
         torch.manual_seed(0)
         training = Training(one, sizes, "cuda")

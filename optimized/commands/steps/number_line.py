@@ -16,9 +16,9 @@ FIELD_COLOURS = {"sign": "#c9d0d8", "exponent": "#9fc3ea", "mantissa": "#f3c39d"
 
 def _bits(axes: Axes, fmt: formats.Format8, code: int, y: float) -> None:
     """Draw the eight bits of one code, its fields in colours, and its value."""
-    kinds = ["sign"] + ["exponent"] * fmt.exponent_bits + ["mantissa"] * fmt.mantissa_bits
-    for place, kind in enumerate(kinds):
-        axes.add_patch(Rectangle((place, y), 0.94, 0.8, facecolor=FIELD_COLOURS[kind], edgecolor="white", linewidth=1))
+    names = ["sign"] + ["exponent"] * fmt.exponent_bits + ["mantissa"] * fmt.mantissa_bits
+    for place, name in enumerate(names):
+        axes.add_patch(Rectangle((place, y), 0.94, 0.8, facecolor=FIELD_COLOURS[name], edgecolor="white", linewidth=1))
         axes.text(place + 0.47, y + 0.4, str(code >> (7 - place) & 1), ha="center", va="center", size=11)
     fields = fmt.fields(code)
     scale = 1 << fmt.mantissa_bits
@@ -34,8 +34,8 @@ def bits_picture(value: float = 0.35) -> Figure:
     for row, fmt in enumerate(formats.FORMATS):
         code = int(formats.cast(torch.tensor([value]), fmt).view(torch.uint8)[0])
         _bits(axes, fmt, code, -1.15 * row)
-    for place, kind in ((0.47, "sign"), (2.9, "exponent"), (6.4, "mantissa")):
-        axes.text(place, 1.0, kind, ha="center", size=9, color="#5b6876")
+    for place, name in ((0.47, "sign"), (2.9, "exponent"), (6.4, "mantissa")):
+        axes.text(place, 1.0, name, ha="center", size=9, color="#5b6876")
     axes.set(xlim=(-1.6, 15), ylim=(-1.3, 1.35))
     axes.axis("off")
     return fig

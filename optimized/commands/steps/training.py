@@ -16,8 +16,8 @@ from optimized.compare import Tally
 from optimized.cuda.device import hopper
 from optimized.training.corpus import Corpus
 from optimized.training.model import PRODUCTS
+from optimized.training.monitor import TENSORS, Run, train, write
 from optimized.training.settings import Settings
-from optimized.training.watched import TENSORS, Run, train, write
 from reference.numbers import formats
 
 PRODUCT_COLOURS = dict(zip(PRODUCTS, ("#2456a6", "#d1682b", "#1a7f4b", "#7a3f9d"), strict=True))

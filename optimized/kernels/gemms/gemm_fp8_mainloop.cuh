@@ -166,8 +166,9 @@ struct SplitMainloop : Mainloop<typename Gemm::Map> {
     using B = typename Config::B;
     static constexpr int kAcc = Gemm::kAcc, kBlockM = Gemm::kBlockM, kBlockN = Gemm::kBlockN;
     static constexpr int kNarrow = Gemm::kNarrow, kStageBlocks = Gemm::kStageBlocks;
-    static constexpr int kSplitParts = kBlockN > 128 ? 2 : 1;  // parts of a tile's columns that share one temporary
-    static constexpr bool kAlternating = kBlockN <= 128;       // a thread has registers for two temporaries
+    static constexpr int kSplitParts =
+        Config::Promotion::template kParts<kBlockN>;        // of a tile's columns share one temporary
+    static constexpr bool kAlternating = kSplitParts == 1;  // a thread has registers for two temporaries
     using Mainloop<typename Gemm::Map>::ring;
     using Mainloop<typename Gemm::Map>::k_blocks;
     typename Gemm::Issue operands;
@@ -178,6 +179,7 @@ struct SplitMainloop : Mainloop<typename Gemm::Map> {
 
     template <class Epilogue, class Last>
     __device__ __forceinline__ void operator()(float (&acc)[kAcc], const Tile& tile, Epilogue&, const Last&) {
+        promote.begin(tile);
         if (kNarrow < kBlockN && tile.end - tile.column <= kNarrow)
             sum(columns<kNarrow>(acc), !tile.last);
         else
@@ -277,12 +279,17 @@ struct SplitMainloop : Mainloop<typename Gemm::Map> {
 };
 
 // How the sum of a chain joins the accumulators: added to them, each sum rounded once. A policy of a configuration: the
-// main loop calls it for each chain in order of K, and for each part of a tile's columns; `first` is the accumulator
-// of the part's first sum.
+// main loop asks into how many parts a tile's columns are cut, says when a tile begins, and calls it for each chain in order of K, and for each part of a tile's columns;
+// `first` is the accumulator of the part's first sum.
 struct Added {
     static constexpr bool kPromotes = true;
     template <class Gemm>
     using Mainloop = SplitMainloop<Gemm>;
+
+    template <int kColumns>
+    static constexpr int kParts = kColumns > 128 ? 2 : 1;
+
+    __device__ __forceinline__ void begin(const Tile&) const {}
 
     template <int kAcc, int kCount>
     __device__ __forceinline__ void operator()(float (&acc)[kAcc], int first, const float (&sums)[kCount]) const {

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from optimized.cuda import launch
-from optimized.replay import relaunch
+from optimized.tapes import relaunch
 from reference.ops.casts.scale_update import ALGORITHMS, outputs
 from reference.ops.library import on_cuda
 

@@ -35,36 +35,36 @@ def _states(dtype: torch.dtype, moment: torch.dtype, remainders: bool, device: t
 def cases() -> Iterator[Case]:
     for dtype in WIDE:
         for moment in MOMENTS:
-            kind = f"{short(dtype)}, moments in {str(moment).removeprefix('torch.')}"
-            yield Case("adam_states", kind, partial(_states, dtype, moment, False), live=True)
+            name = f"{short(dtype)}, moments in {str(moment).removeprefix('torch.')}"
+            yield Case("adam_states", name, partial(_states, dtype, moment, False), live=True)
     yield Case("adam_states", "bf16, remainders", partial(_states, torch.bfloat16, torch.bfloat16, True), live=True)
 
 
-def _made(c: Inputs, kind: torch.dtype, shape: tuple[int, ...], start: int, positive: bool) -> torch.Tensor:
-    if kind == U8:  # codes of FP8
+def _made(c: Inputs, dtype: torch.dtype, shape: tuple[int, ...], start: int, positive: bool) -> torch.Tensor:
+    if dtype == U8:  # codes of FP8
         codes = c.codes(*shape, dtype=E4M3, start=start).view(U8)
         return codes & 127 if positive and c.filled and not start else codes
-    if kind == torch.int16:
+    if dtype == torch.int16:
         return c.integers(*shape, below=1 << 15, dtype=torch.int16)
-    return (c.positive if positive else c.x)(*shape, dtype=kind, start=start)
+    return (c.positive if positive else c.x)(*shape, dtype=dtype, start=start)
 
 
 def _call(
     c: Inputs,
-    kinds: tuple[torch.dtype, ...],
+    dtypes: tuple[torch.dtype, ...],
     shapes: Shapes,
     copies: bool = True,
     start: int = -1,
     decoupled: bool = True,
 ) -> Call:
-    """`kinds`: of grads, params, both moments and copies; `start`: which list's last tensor is off 16 bytes."""
+    """`dtypes`: of grads, params, both moments and copies; `start`: which list's last tensor is off 16 bytes."""
     *found, rounded = [
-        [_made(c, kind, shape, int(i == start and n == len(shapes) - 1), i == 3) for n, shape in enumerate(shapes)]
-        for i, kind in enumerate(kinds)
+        [_made(c, dtype, shape, int(i == start and n == len(shapes) - 1), i == 3) for n, shape in enumerate(shapes)]
+        for i, dtype in enumerate(dtypes)
     ]
-    _, *of_scales, _ = kinds
+    _, *of_scales, _ = dtypes
     scales: list[list[torch.Tensor]] = [
-        [c.one() for _ in shapes] if kind in (FP16, U8) and (copies or i) else [] for i, kind in enumerate(of_scales)
+        [c.one() for _ in shapes] if dtype in (FP16, U8) and (copies or i) else [] for i, dtype in enumerate(of_scales)
     ]
     return Call(twin.adam_states, (*found, rounded if copies else [], *scales, *NUMBERS, decoupled))
 

@@ -37,10 +37,10 @@ def _call(
     last: bool = False,
 ) -> Call:
     """`start`: which of the three lists' last tensor begins off a multiple of 16 bytes."""
-    kind, end = FP32 if master else dtype, len(shapes) - 1
+    param_dtype, end = FP32 if master else dtype, len(shapes) - 1
     grads, params, momenta = [
         [c.x(*shape, dtype=one, start=int(i == start and n == end)) for n, shape in enumerate(shapes)]
-        for i, one in enumerate((dtype, kind, kind))
+        for i, one in enumerate((dtype, param_dtype, param_dtype))
     ]
     dampening = 0.0 if nesterov else 0.25
     rest = (1e-2, momentum, dampening, 0.1, nesterov, first, last)

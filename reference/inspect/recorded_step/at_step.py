@@ -44,7 +44,7 @@ class AtStep:
             self.recorder.__exit__(None, None, None)
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         assert self._handle is not None
         self._handle.remove()
@@ -55,6 +55,6 @@ class AtStep:
             f"a step that it completes is accepted."
         )
         if self.made == self.step - 1:
-            self.recorder.__exit__(*((RuntimeError, short, None) if kind is None else (kind, error, trace)))
-        if kind is None:
+            self.recorder.__exit__(*((RuntimeError, short, None) if error_type is None else (error_type, error, trace)))
+        if error_type is None:
             raise short

@@ -67,8 +67,8 @@ def with_one_nan(x: torch.Tensor) -> torch.Tensor:
     """The numbers as integers of their size, every NaN of 32 or 16 bits the same."""
     if x.dtype not in _NAN:
         return x.view(_INTEGERS[x.element_size()])
-    kind, nan = _NAN[x.dtype]
-    return x.view(kind).masked_fill(x.isnan(), nan)
+    integers, nan = _NAN[x.dtype]
+    return x.view(integers).masked_fill(x.isnan(), nan)
 
 
 def words_of(x: torch.Tensor) -> torch.Tensor:

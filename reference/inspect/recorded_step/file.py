@@ -1,6 +1,6 @@
 """The file of a recorded step: safetensors, in which `program` is a JSON text (UTF-8) and everything else a tensor.
 
-    metadata    twin_engine = "recorded step", version, and the checksums of `reference.checkpoints.sealed`
+    metadata    twin_engine = "recorded step", version, and the checksums of `reference.checkpoints.checked_safetensors`
     program     ops, in the order in which they ran; storages; names; the model's structure; recipes; provenance
     digests     int64 [n, 2]: the digests (`reference.inspect.recorded_step.digest`) that `program` refers to by number
     random/...  torch's generators and the layers' dropout states, as the step began (`reference.random.get_state`)
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from reference.checkpoints import sealed
+from reference.checkpoints import checked_safetensors
 from reference.inspect.recorded_step.digest import digest
 from reference.inspect.recorded_step.ops import DTYPES, EXACT, SAFE, check_arguments, dtype_name, is_defined, mutated
 from reference.support import files
@@ -160,7 +160,7 @@ class Recording:
         code = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         tensors = {"program": code, "digests": digests, **self.tensors}
         metadata = {"twin_engine": FORMAT, "version": VERSION, "sha256": hashlib.sha256(text).hexdigest()}
-        sealed.write(path, tensors, metadata, safe_name)
+        checked_safetensors.write(path, tensors, metadata, safe_name)
 
 
 def safe_name(dtype: torch.dtype) -> str:
@@ -175,7 +175,7 @@ def read(path: str | Path) -> Recording:
         FileNotFoundError: there is no such file.
         reference.support.files.Damaged: it is no recording, of another version, or damaged. One sentence says which.
     """
-    tensors, metadata, checked = sealed.read(Path(path), FORMAT, VERSION, "te.record")
+    tensors, metadata, checked = checked_safetensors.read(Path(path), FORMAT, VERSION, "te.record")
     for name in ("program", "digests"):
         if name not in tensors:
             raise files.Damaged(f"{path} is damaged: it has no {name!r}.")

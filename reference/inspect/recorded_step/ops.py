@@ -165,8 +165,8 @@ def decoded(value: Any, read: list[torch.Tensor]) -> Any:
         return [decoded(x, read) for x in value]
     if not isinstance(value, dict):
         return value
-    ((kind, content),) = value.items()
-    return read[content] if kind == "read" else _CONSTANTS[f"{kind} {content}"]
+    ((tag, content),) = value.items()
+    return read[content] if tag == "read" else _CONSTANTS[f"{tag} {content}"]
 
 
 def numbers_of(value: Any) -> list[int]:

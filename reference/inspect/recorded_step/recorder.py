@@ -34,7 +34,6 @@ from reference.inspect.recorded_step.at_step import AtStep
 from reference.inspect.recorded_step.digest import digest
 from reference.inspect.recorded_step.file import Access, Op, Recording, Region
 from reference.inspect.recorded_step.modules import Modules
-from reference.inspect.recorded_step.named import named_tensors
 from reference.inspect.recorded_step.ops import (
     ALLOCATIONS,
     changed_by,
@@ -44,6 +43,7 @@ from reference.inspect.recorded_step.ops import (
     kind_of,
     tensors_of,
 )
+from reference.inspect.recorded_step.tensor_names import named_tensors
 from reference.random import get_state
 from reference.state import graph_seeds
 
@@ -75,7 +75,7 @@ def record(
     The file has what the step read (weights, FP8 state, random states, inputs, results of torch's own ops that ours
     read), the ops with their arguments, and digests of all their tensors; nothing is pickled.
 
-    Cost: the ops run one by one: no tape is replayed (docs/replay.md), and what torch.compile has compiled runs in
+    Cost: the ops run one by one: no tape is played (docs/tapes.md), and what torch.compile has compiled runs in
     eager mode. A digest takes about ten small launches and reads a tensor about six times; nobody waits for it. What
     goes into the file whole is copied to the host at once, which waits for the device, and stays there until the end:
     each weight, input and fed tensor, and with ops="outputs" each result. The device keeps a block of 512 bytes a
@@ -186,14 +186,14 @@ class Recorder(TorchDispatchMode):
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         global _recording
-        super().__exit__(kind, error, trace)
-        self._around.__exit__(kind, error, trace)
+        super().__exit__(error_type, error, trace)
+        self._around.__exit__(error_type, error, trace)
         self._hook.remove()
         _recording = None
-        if kind is None:
+        if error_type is None:
             self._finish()
         self._storages.clear()
 

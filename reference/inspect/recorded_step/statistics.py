@@ -98,9 +98,9 @@ class Statistics:
         if not x.is_floating_point() or len(self.first) == 2:
             return
         x = formats.decode(x) if x.dtype in _FP8 else x
-        for kind, there in (("NaN", x.isnan()), ("infinity", x.isinf())):
-            if kind not in self.first and bool(there.any()):
-                self.first[kind] = (number, op, f"{how} {name(op, i)}")
+        for special, there in (("NaN", x.isnan()), ("infinity", x.isinf())):
+            if special not in self.first and bool(there.any()):
+                self.first[special] = (number, op, f"{how} {name(op, i)}")
 
 
 def _row(

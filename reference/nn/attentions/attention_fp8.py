@@ -43,7 +43,7 @@ class Plan(NamedTuple):
     Attributes:
         needs: which gradients are wanted: q, k, v.
         core: how to attend.
-        gemms: the kind of the quantizers.
+        gemms: the key of the quantizers.
         sequence_first: whether tensors are `[s, b, h, d]`; otherwise `[b, s, h, d]`.
     """
 

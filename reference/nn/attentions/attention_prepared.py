@@ -33,10 +33,10 @@ Dropout = tuple[float, Generator]
 Angles = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
 
 
-def uses_default_forward(part: torch.nn.Module, kind: type[torch.nn.Module]) -> bool:
+def uses_default_forward(part: torch.nn.Module, cls: type[torch.nn.Module]) -> bool:
     """Whether a part of a layer is not replaced, graphed or hooked, so that it need not be called as a module."""
     return not (
-        type(part).forward is not kind.forward
+        type(part).forward is not cls.forward
         or "forward" in part.__dict__
         or part._forward_hooks
         or part._forward_pre_hooks
@@ -130,11 +130,11 @@ def prepared(
     plan = Plan(
         needs,
         (
-            layernorm_linear.Plan(dtype, needs[:5], contexts[0].kind, norm_plan(first), first.return_layernorm_output)
+            layernorm_linear.Plan(dtype, needs[:5], contexts[0].key, norm_plan(first), first.return_layernorm_output)
             if has_norm
-            else linear.Plan(dtype, (needs[0], *needs[3:5]), contexts[0].kind)
+            else linear.Plan(dtype, (needs[0], *needs[3:5]), contexts[0].key)
         ),
-        linear.Plan(dtype, needs[7:10], contexts[2].kind) if crosses else None,
+        linear.Plan(dtype, needs[7:10], contexts[2].key) if crosses else None,
         CorePairPlan(
             (True, True, True, len(needs) > 10 and needs[10]),
             core_plan,
@@ -142,11 +142,11 @@ def prepared(
             module.num_attention_heads,
             recomputes and fp8 is None and not torch.compiler.is_compiling(),
             False,
-            None if fp8 is None else fp8.kind,
+            None if fp8 is None else fp8.key,
             cached,
             longest,
         ),
-        linear.Plan(dtype, (trains, *needs[5:7]), contexts[1].kind),
+        linear.Plan(dtype, (trains, *needs[5:7]), contexts[1].key),
         module.heads(0 if crosses else module.num_attention_heads // module.num_gqa_groups),
         x.shape,
         None if source is None else source.shape,

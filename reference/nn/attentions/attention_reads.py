@@ -69,9 +69,9 @@ class Reads(NamedTuple):
         """The cache and what a step reads beside it."""
         return self._part(StepTensors, "step")
 
-    def _part(self, kind: Any, prefix: str) -> Any:
-        """The tensors of a NamedTuple of `kind`, whose names here begin with `prefix`."""
-        return kind(*[getattr(self, f"{prefix}_{name}") for name in kind._fields])
+    def _part(self, cls: Any, prefix: str) -> Any:
+        """The tensors of a NamedTuple of `cls`, whose names here begin with `prefix`."""
+        return cls(*[getattr(self, f"{prefix}_{name}") for name in cls._fields])
 
     def _with(self, prefix: str, part: Any) -> "Reads":
         """These, and the tensors of `part`."""

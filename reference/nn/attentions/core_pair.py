@@ -39,7 +39,7 @@ class Plan(NamedTuple):
         recomputes: whether backward runs attention again instead of keeping its results; not in FP8, where these and
             the codes take less memory than q, k and v.
         returns_rows: whether `forward` returns m and inv `[b, h, sq]` beside out.
-        fp8: the kind of the quantizers; None where attention is in 16 bits.
+        fp8: the key of the quantizers; None where attention is in 16 bits.
         cached: None, or how keys and values go through a cache; then there is no backward.
         longest: of packed sequences that are read as they lie the longest ones' queries and keys.
     """

@@ -284,7 +284,7 @@ class DotProductAttention(OfCoreAttention, ContextGroup, FP8Attention):
             return self._attend_by_torch(call, cached, layout, checkpoint_core_attention, *given)
         tensors = given if call.added is None else (*given, call.added)
         recomputes = checkpoint_core_attention and fp8 is None and not torch.compiler.is_compiling()
-        settings: Any = (recomputes, self.return_max_logit, None if fp8 is None else fp8.kind, cached, call.longest)
+        settings: Any = (recomputes, self.return_max_logit, None if fp8 is None else fp8.key, cached, call.longest)
         plan = Plan(wanted(*tensors), call.core, layout, self.num_attention_heads, *settings)
         context = BlockContext(() if fp8 is None else (fp8,), (self.random_state(x, call.core),), call.reads)
         results = differentiable(forward, backward, plan, context, *tensors)

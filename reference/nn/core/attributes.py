@@ -48,8 +48,8 @@ class WithSentences:
 
     def __dir__(self) -> list[str]:
         """The others: `inspect.getmembers` and torch.jit.trace read all that are listed."""
-        kind = type(self)
-        return [name for name in super().__dir__() if not isinstance(getattr(kind, name, None), Sentence)]
+        cls = type(self)
+        return [name for name in super().__dir__() if not isinstance(getattr(cls, name, None), Sentence)]
 
 
 class OneRank(WithSentences):

@@ -37,8 +37,8 @@ def check_tensor(layer: str, name: str, x: Any) -> None:
         raise TypeError(f"{layer}: {name}={x!r}; a tensor is accepted.")
     transforms.refuse(layer)
     if x.layout is not torch.strided or x.is_nested or isinstance(x, MaskedTensor):
-        kind = "nested" if x.is_nested else "masked" if isinstance(x, MaskedTensor) else f"of layout {x.layout}"
-        raise TypeError(f"{layer}: {name} is a tensor that is {kind}; a dense one is accepted.")
+        form = "nested" if x.is_nested else "masked" if isinstance(x, MaskedTensor) else f"of layout {x.layout}"
+        raise TypeError(f"{layer}: {name} is a tensor that is {form}; a dense one is accepted.")
     if x.dtype not in WIDE_DTYPES:
         raise TypeError(f"{layer}: {name} has dtype {x.dtype}; float32, bfloat16 and float16 are accepted.")
 

@@ -2,7 +2,7 @@
 
 A plan contains everything but tensors that launches depend on; a context contains the tensors that come from the
 module: quantizers with their scales and amax histories, cached weights, gradients to add to, random states, masks. A
-pair's functions see a plan, a context and tensors, but no module, so `optimized.replay` can repeat their launches for
+pair's functions see a plan, a context and tensors, but no module, so `optimized.tapes` can repeat their launches for
 the same plan and the same addresses.
 """
 
@@ -13,7 +13,7 @@ import torch
 
 from reference.float8.float8_tensor import Float8Tensor, dequantized, operand
 from reference.float8.quantized_tensor import QuantizedTensor
-from reference.memory.marks import mark_not_offload
+from reference.memory.offload_marks import mark_not_offload
 from reference.recipe import Recipe
 from reference.recipes.quantized import (
     Accumulation,
@@ -45,7 +45,7 @@ class Precision:
         of_columns: column of the forward's state → the quantizer of the weight that has it.
         recipe, forward, backward: in FP8 the recipe and the state of each direction that they are made of; else None.
         dtype: of what a backward reads, where the recipe leaves it in high precision.
-        kind: hashable; everything but tensors that their launches depend on.
+        key: hashable; everything but tensors that their launches depend on.
         fp8: whether tensors of the forward are cast to FP8.
         stateful: whether scales are updated after a step.
         grad_max: of a stateful one, what its gradients' scales are for (`FP8TensorMeta.scaled_max`).
@@ -75,8 +75,8 @@ class Precision:
         self.stateful = recipe is not None and recipe.history_rows is not None
         self.grad_max = recipe.scaled_max(False) if recipe is not None and self.stateful else None
         self.of_columns = {one.weight.column: quantizers[one.weight.name] for one in roles.gemms}
-        kinds = tuple([one.kind for one in quantizers.values()])
-        self.kind: Hashable = (kinds, tuple([one.how for one in self.gemms.values()]))
+        keys = tuple([one.key for one in quantizers.values()])
+        self.key: Hashable = (keys, tuple([one.how for one in self.gemms.values()]))
         self._forward_ones = [quantizers[role.name] for role in roles.all if role.is_forward]
         self.fp8 = True in [one.fp8 for one in self._forward_ones]
         self._distinct: list[list[Quantizer]] | None = None  # made later: a compiler would guard the tensors' identity
@@ -111,15 +111,15 @@ class ModuleContext:
         module: whose forward it is; a backward may be all that still holds it.
         store: what the module keeps of its weights.
         quantizers, gemms: of its roles, and of its linear maps (`Precision`).
-        kind: for plans; everything but tensors that its launches depend on.
-        replayable: False where a weight is cast for later microbatches, its gradient is delayed or added to main_grad,
+        key: for plans; everything but tensors that its launches depend on.
+        playable: False where a weight is cast for later microbatches, its gradient is delayed or added to main_grad,
             or results are no plain tensors.
     """
 
     reads: tuple[torch.Tensor | None, ...] = ()  # the interface of a BlockContext
 
     __slots__ = (
-        *("_is_first", "_precision", "fp8", "gemms", "is_first_microbatch", "kind", "module", "quantizers", "store"),
+        *("_is_first", "_precision", "fp8", "gemms", "is_first_microbatch", "key", "module", "quantizers", "store"),
     )
 
     def __init__(self, module: Any, precision: Precision, is_first_microbatch: bool | None = None) -> None:
@@ -127,7 +127,7 @@ class ModuleContext:
         self.quantizers, self.gemms, self.fp8 = precision.quantizers, precision.gemms, precision.fp8
         self._is_first = is_first_microbatch is True
         self.is_first_microbatch = is_first_microbatch if precision.fp8 else None
-        self.kind: Hashable = (precision.kind, self.is_first_microbatch)
+        self.key: Hashable = (precision.key, self.is_first_microbatch)
 
     @property
     def modules(self) -> "tuple[ModuleContext, ...]":
@@ -139,11 +139,11 @@ class ModuleContext:
         return self.gemms[""]
 
     @property
-    def replayable(self) -> bool:
+    def playable(self) -> bool:
         """See the attributes of the class."""
         module = self.module
         reads_all = self.is_first_microbatch is None or len(self._kept()) == len(self._cast_weights())
-        return reads_all and module.replays and not (module.fuse_wgrad_accumulation or module.delay_wgrad_compute)
+        return reads_all and module.taped and not (module.fuse_wgrad_accumulation or module.delay_wgrad_compute)
 
     @property
     def settled(self) -> bool:
@@ -298,10 +298,10 @@ class BlockContext(NamedTuple):
     reads: tuple[torch.Tensor | None, ...] = ()
 
     @property
-    def replayable(self) -> bool:
+    def playable(self) -> bool:
         """Whether every module's part is."""
         for one in self.modules:  # noqa: SIM110 (without a generator's calls, in each step)
-            if not one.replayable:
+            if not one.playable:
                 return False
         return True
 

@@ -67,7 +67,7 @@ class Generator(torch.nn.Module):
 
         `device` is the input's: a loader that replaces parameters one by one leaves the state on the meta device.
         """
-        thread, again = here(), recompute.frame_replaying()
+        thread, again = here(), recompute.frame_recomputed()
         if again is not None:
             tracker = None if self._get_rng is None else self._get_rng()
             # As the first run did, so that torch's own dropout after it repeats, too; but no tracker is left advanced.
@@ -107,7 +107,7 @@ class Generator(torch.nn.Module):
     def take(self) -> torch.Tensor:
         """The state for an op that advances it; in a recomputation a copy of the first run's."""
         recorded = recompute.recalled(self, self.state)
-        return recorded.clone() if recompute.replaying() else self.state
+        return recorded.clone() if recompute.recomputing() else self.state
 
 
 class Plan(NamedTuple):

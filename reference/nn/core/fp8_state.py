@@ -97,7 +97,7 @@ class WithFP8State(torch.nn.Module):
         state = run.state
         if self.own_recipe is not None or self.in_high_precision or not self.runs_in(state.recipe):
             state = self.own_settings(state)
-        if run.checkpointed and not run.compiling:
+        if run.recomputed and not run.compiling:
             state = recompute.same_run(self, state, run.again)
         return state
 

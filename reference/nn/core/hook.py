@@ -2,7 +2,7 @@
 
 Every layer's forward and backward passes by the player of `reference.nn.core.autograd`. A hook takes the player's place
 and hands it what it does not look at. When it is removed the former player is back: a hook costs nothing while it is
-not installed, and no tape of `optimized.replay` knows of it. Hooks stand in a chain, the latest first, and each of them
+not installed, and no tape of `optimized.tapes` knows of it. Hooks stand in a chain, the latest first, and each of them
 sees every pair, whatever the others look at. They may be removed in any order, and in any thread.
 """
 
@@ -80,7 +80,7 @@ class Hook(Plain):
         return [self.names[one.module] for one in context.modules if one.module in self.names]
 
     def _next(self, context: Context) -> Plain:
-        """Who runs a pair next. The usual player would replay what a hook wants to see run."""
+        """Who runs a pair next. The usual player would play from a tape what a hook wants to see run."""
         inner = self.inner
         return inner if isinstance(inner, Hook) or not observed(context) else _plain
 

@@ -26,7 +26,7 @@ class TransformerEngineBaseModule(OfModule, DelayedGradients, TensorGroup, Devic
     """A layer with FP8 state: see `WithFP8State` for its attributes."""
 
     fuse_wgrad_accumulation = False
-    replays = True  # whether `optimized` may repeat its launches
+    taped = True  # whether `optimized` may play its launches from tapes
     _found: tuple[Precision, tuple[Any, ...]] | None = None  # of the last forward, with what it depends on
     reuses_weights = (
         False  # every forward is one with is_first_microbatch=False: of a CUDA graph (`reference.graphs.graph`)
@@ -167,21 +167,21 @@ class TransformerEngineBaseModule(OfModule, DelayedGradients, TensorGroup, Devic
         """The quantizers of a forward."""
         state = self.init_fp8_metadata(run)
         if state.enabled:
-            precision = self._fp8_precision(state.recipe, run.checkpointed, dtype)
-        elif state.calibrating and state.recipe.history_rows is not None and not recompute.replaying():
+            precision = self._fp8_precision(state.recipe, run.recomputed, dtype)
+        elif state.calibrating and state.recipe.history_rows is not None and not recompute.recomputing():
             precision = self._calibrating(dtype)
         else:
             precision = self._high_precision(dtype)
         return precision
 
-    def _fp8_precision(self, recipe: Recipe, checkpointed: bool, dtype: torch.dtype) -> Precision:
-        """The quantizers of `recipe`; in a checkpoint's recomputation they have the scales of the first run."""
+    def _fp8_precision(self, recipe: Recipe, recomputed: bool, dtype: torch.dtype) -> Precision:
+        """The quantizers of `recipe`; in a recomputation they have the scales of the first run."""
         forward: Any = self.fp8_meta.get("scaling_fwd")
         backward: Any = self.fp8_meta.get("scaling_bwd")
-        recalled = checkpointed and recipe.history_rows is not None
+        recalled = recomputed and recipe.history_rows is not None
         if recalled:
             scale = recompute.recalled(self, forward.scale)
-            history = None if recompute.replaying() else forward.amax_history
+            history = None if recompute.recomputing() else forward.amax_history
             forward = FP8TensorMeta(scale, history, recipe.scaled_max(True))
         if recalled or torch.compiler.is_compiling():
             quantizers = recipe.quantizers(self.roles, forward, backward, dtype)

@@ -16,9 +16,9 @@ class DeviceDefault(Unscripted):
     default_device = "cpu"
 
     @classmethod
-    def same_side(cls, kind: Any) -> Any:
-        """The class under whose name this layer's package offers `kind`: what a layer makes is of its own package."""
-        return kind
+    def same_side(cls, layer_type: Any) -> Any:
+        """The class by which this layer's package offers `layer_type`: what a layer makes is of its own package."""
+        return layer_type
 
     @classmethod
     def resolve_device(cls, device: torch.device | str | None) -> torch.device:

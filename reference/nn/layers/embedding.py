@@ -83,8 +83,8 @@ class Embedding(DeviceDefault, torch.nn.Embedding):
             )
         shape, given = (int(num_embeddings), int(embedding_dim)), _weight
         if _weight is None:
-            kind = parameter_dtype("Embedding", params_dtype or dtype)
-            _weight = torch.empty(shape, dtype=kind, device=self.resolve_device(device))
+            weight_dtype = parameter_dtype("Embedding", params_dtype or dtype)
+            _weight = torch.empty(shape, dtype=weight_dtype, device=self.resolve_device(device))
         elif tuple(_weight.shape) != shape:
             raise ValueError(f"Embedding: _weight has shape {list(_weight.shape)}; {list(shape)} is accepted.")
         super().__init__(*shape, padding_idx, _weight=_weight, _freeze=_freeze)

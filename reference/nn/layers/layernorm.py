@@ -254,8 +254,8 @@ class L2Normalization(DeviceDefault, torch.nn.Module):
 
     def _put(self, device: torch.device) -> None:
         with torch.inference_mode(False):
-            value, kind = 1 / math.sqrt(self.hidden_size), torch.float32
-            self.scale = torch.full((self.hidden_size,), value, dtype=kind, device=device)
+            value, scale_dtype = 1 / math.sqrt(self.hidden_size), torch.float32
+            self.scale = torch.full((self.hidden_size,), value, dtype=scale_dtype, device=device)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Follow the module's device."""

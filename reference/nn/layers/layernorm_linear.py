@@ -34,14 +34,34 @@ from reference.support.nested import Tensors
 __all__ = ["LayerNormLinear"]
 
 
+class Wants(NamedTuple):
+    """Which gradients are wanted."""
+
+    x: bool
+    norm_weight: bool
+    norm_bias: bool
+    weight: bool
+    bias: bool
+
+    @property
+    def normed(self) -> bool:
+        """Whether the gradient of norm(x) is needed for them."""
+        return self.x or self.norm_weight or self.norm_bias
+
+
 class Plan(NamedTuple):
-    """T, which gradients are wanted (x, γ, β, w, b), the kind of the quantizers, the norm, whether it is returned."""
+    """T, which gradients are wanted (`Wants`), the key of the quantizers, the norm, whether it is returned."""
 
     dtype: torch.dtype
     needs: tuple[bool, ...]
     gemms: Hashable
     norm: NormPlan
     returns_norm: bool = False
+
+    @property
+    def wants(self) -> Wants:
+        """`needs` by names."""
+        return Wants(*self.needs)
 
 
 class Saved(NamedTuple):
@@ -62,10 +82,10 @@ def forward(
     bias: torch.Tensor | None,
 ) -> tuple[torch.Tensor | tuple[torch.Tensor, torch.Tensor], Saved]:
     """y `[tokens, out]` of x `[tokens, in]`; with `returns_norm` also norm(x) in the activation dtype."""
-    gemm, dtype = context.gemm, plan.dtype
+    gemm, dtype, wants = context.gemm, plan.dtype, plan.wants
     x, (gamma, beta) = as_dtype(x, dtype), parameters(norm_weight, norm_bias, dtype)
-    normed, mean, rstd = gemm.input.norm(x, gamma, beta, plan.norm, dtype, transpose=plan.needs[3])
-    w = context.weight(gemm, weight, transpose=any(plan.needs[:3]))
+    normed, mean, rstd = gemm.input.norm(x, gamma, beta, plan.norm, dtype, transpose=wants.weight)
+    w = context.weight(gemm, weight, transpose=wants.normed)
     y = fprop(normed, w, bias, dtype, gemm.how)
     saved = Saved(layernorm.Saved(x, gamma, mean, rstd), normed.column, w.column)
     if not plan.returns_norm:
@@ -82,8 +102,8 @@ def norm_output(
 
 def backward(plan: Plan, context: ModuleContext, saved: Saved, *grads: torch.Tensor) -> Tensors:
     """Gradients of x, γ, β, w, b; `grads` are dL/dy and, with `returns_norm`, dL/dnorm."""
-    quantizer = context.gemm.grad
-    g, db = quantizer.grad(grads[0].contiguous(), transpose=plan.needs[3], dbias=plan.needs[4])
+    wants = plan.wants
+    g, db = context.gemm.grad.grad(grads[0].contiguous(), transpose=wants.weight, dbias=wants.bias)
     return (*quantized_backward(plan, context, saved, g, *grads[1:]), db)
 
 
@@ -96,14 +116,14 @@ def quantized_backward(
     residual_grad: torch.Tensor | None = None,
 ) -> Tensors:
     """Gradients of x, γ, β, w from a quantized dL/dy; `residual_grad` is the gradient that reaches x past the norm."""
-    gemm = context.gemm
+    wants, gemm = plan.wants, context.gemm
     dx = dgamma = dbeta = None
-    if any(plan.needs[:3]):
+    if wants.normed:
         dnorm = dgrad(g, saved.w, plan.dtype, gemm.how)
         if norm_grad:
             dnorm = dnorm + norm_grad[0]
         dx, dgamma, dbeta = norm_backward(plan.norm, dnorm, saved.norm, residual_grad)
-    dw = context.weight_grad(gemm, g, saved.normed, plan.dtype) if plan.needs[3] else None
+    dw = context.weight_grad(gemm, g, saved.normed, plan.dtype) if wants.weight else None
     return dx, dgamma, dbeta, dw
 
 
@@ -205,6 +225,6 @@ class LayerNormLinear(LinearBase):
         bias = self.joined_bias()
         parameters = (self.layer_norm_weight, self.layer_norm_bias, self.joined_weight())
         tensors = (rows_of(inp), *parameters, None if self.return_bias else bias)
-        plan = Plan(dtype, wanted(*tensors), context.kind, norm_plan(self), self.return_layernorm_output)
+        plan = Plan(dtype, wanted(*tensors), context.key, norm_plan(self), self.return_layernorm_output)
         results = differentiable(forward, backward, plan, context, *tensors)
         return with_extras(self, inp, results, self.out_features, bias, dtype)

@@ -39,8 +39,30 @@ from reference.recipes.roles import Roles, linear_map
 from reference.support.nested import Tensors
 
 
+class Wants(NamedTuple):
+    """Which gradients are wanted."""
+
+    x: bool
+    norm_weight: bool
+    norm_bias: bool
+    fc1_weight: bool
+    fc1_bias: bool
+    fc2_weight: bool
+    fc2_bias: bool
+
+    @property
+    def normed(self) -> bool:
+        """Whether the gradient of norm(x) is needed for them."""
+        return self.x or self.norm_weight or self.norm_bias
+
+    @property
+    def hidden(self) -> bool:
+        """Whether the gradient of h is needed for them."""
+        return self.normed or self.fc1_weight or self.fc1_bias
+
+
 class Plan(NamedTuple):
-    """T, which gradients are wanted (x, γ, β, fc1's w and b, fc2's), the quantizers' kinds, the settings."""
+    """T, which gradients are wanted (`Wants`), the quantizers' key, the settings."""
 
     dtype: torch.dtype
     needs: tuple[bool, ...]
@@ -48,6 +70,11 @@ class Plan(NamedTuple):
     norm: NormPlan
     activation: str
     returns_norm: bool = False
+
+    @property
+    def wants(self) -> Wants:
+        """`needs` by names."""
+        return Wants(*self.needs)
 
 
 class Saved(NamedTuple):
@@ -63,7 +90,7 @@ class Saved(NamedTuple):
 
 def mlp_plan(layer: "LayerNormMLP", context: ModuleContext, dtype: torch.dtype, needs: tuple[bool, ...]) -> Plan:
     """The plan of a layer with its present settings."""
-    return Plan(dtype, needs, context.kind, norm_plan(layer), layer.activation_kind, layer.return_layernorm_output)
+    return Plan(dtype, needs, context.key, norm_plan(layer), layer.activation_kind, layer.return_layernorm_output)
 
 
 def hidden_forward(
@@ -78,18 +105,17 @@ def hidden_forward(
 ) -> tuple[Quantized, Quantized, Any, Saved]:
     """All but fc2's GEMM, of x `[tokens, hidden]`: act(h), fc2's weight, norm(x) if it is returned, what is saved."""
     fc1, fc2 = context.gemms["fc1"], context.gemms["fc2"]
-    needs, dtype = plan.needs, plan.dtype
-    needs_dh = any(needs[:5])
+    wants, dtype = plan.wants, plan.dtype
     x, (gamma, beta) = as_dtype(x, dtype), parameters(norm_weight, norm_bias, dtype)
-    normed, mean, rstd = fc1.input.norm(x, gamma, beta, plan.norm, dtype, transpose=needs[3])
+    normed, mean, rstd = fc1.input.norm(x, gamma, beta, plan.norm, dtype, transpose=wants.fc1_weight)
     w1, w2 = quantize_weights(
-        WeightRequest(context, fc1, fc1_weight, transpose=any(needs[:3])),
-        WeightRequest(context, fc2, fc2_weight, transpose=needs_dh),
+        WeightRequest(context, fc1, fc1_weight, transpose=wants.normed),
+        WeightRequest(context, fc2, fc2_weight, transpose=wants.hidden),
     )
     activation = ActivationPlan(plan.activation, dtype, fc1.how)
-    h, a = fc2.input.activation(normed, w1, fc1_bias, activation, transpose=needs[5])
+    h, a = fc2.input.activation(normed, w1, fc1_bias, activation, transpose=wants.fc2_weight)
     of_norm = layernorm.Saved(x, gamma, mean, rstd)
-    saved = Saved(of_norm, normed.column, w1.column, h if needs_dh else None, a.column, w2.column)
+    saved = Saved(of_norm, normed.column, w1.column, h if wants.hidden else None, a.column, w2.column)
     return a, w2, norm_output(normed, x, gamma, beta, plan) if plan.returns_norm else None, saved
 
 
@@ -116,15 +142,17 @@ def backward(
 ) -> Tensors:
     """Gradients of x, γ, β, fc1's w and b, fc2's w and b; `grads` as in `LayerNormLinear`'s backward."""
     fc1, fc2 = context.gemms["fc1"], context.gemms["fc2"]
-    needs, dtype = plan.needs, plan.dtype
-    g, db2 = fc2.grad.grad(grads[0].contiguous(), transpose=needs[5], dbias=needs[6])
-    dw2 = context.weight_grad(fc2, g, saved.a, dtype) if needs[5] else None
+    wants, dtype = plan.wants, plan.dtype
+    g, db2 = fc2.grad.grad(grads[0].contiguous(), transpose=wants.fc2_weight, dbias=wants.fc2_bias)
+    dw2 = context.weight_grad(fc2, g, saved.a, dtype) if wants.fc2_weight else None
     dx = dgamma = dbeta = dw1 = db1 = None
     if saved.h is not None and saved.w2 is not None:
         activation = ActivationPlan(plan.activation, dtype, fc2.how)
-        dh, db1 = fc1.grad.activation_grad(g, saved.w2, saved.h, activation, transpose=needs[3], dbias=needs[4])
-        dw1 = context.weight_grad(fc1, dh, saved.normed, dtype) if needs[3] else None
-        if any(needs[:3]):
+        dh, db1 = fc1.grad.activation_grad(
+            g, saved.w2, saved.h, activation, transpose=wants.fc1_weight, dbias=wants.fc1_bias
+        )
+        dw1 = context.weight_grad(fc1, dh, saved.normed, dtype) if wants.fc1_weight else None
+        if wants.normed:
             dnorm = dgrad(dh, saved.w1, dtype, fc1.how)
             if len(grads) > 1:
                 dnorm = dnorm + grads[1]

@@ -30,12 +30,25 @@ from reference.recipes.roles import Roles, columns_of_parts, linear_map
 from reference.support.nested import Tensors
 
 
+class Wants(NamedTuple):
+    """Which gradients are wanted."""
+
+    x: bool
+    weight: bool
+    bias: bool
+
+
 class Plan(NamedTuple):
-    """T, which gradients are wanted (x, w, b), the kind of the GEMM's quantizers."""
+    """T, which gradients are wanted (`Wants`), the key of the GEMM's quantizers."""
 
     dtype: torch.dtype
     needs: tuple[bool, ...]
     gemms: Hashable
+
+    @property
+    def wants(self) -> Wants:
+        """`needs` by names."""
+        return Wants(*self.needs)
 
 
 class Saved(NamedTuple):
@@ -49,24 +62,24 @@ def forward(
     plan: Plan, context: ModuleContext, x: torch.Tensor, weight: torch.Tensor | Weight, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, Saved]:
     """y `[tokens, out]` of x `[tokens, in]`."""
-    needs_dx, needs_dw, _ = plan.needs
-    gemm = context.gemm
-    qx = gemm.input.quantize(x, transpose=needs_dw)
-    qw = context.weight(gemm, weight, transpose=needs_dx)
+    wants, gemm = plan.wants, context.gemm
+    qx = gemm.input.quantize(x, transpose=wants.weight)
+    qw = context.weight(gemm, weight, transpose=wants.x)
     return fprop(qx, qw, bias, plan.dtype, gemm.how), Saved(qx.column, qw.column)
 
 
 def backward(plan: Plan, context: ModuleContext, saved: Saved, grad: torch.Tensor) -> Tensors:
     """dx, dw, db of g `[tokens, out]`."""
-    g, db = context.gemm.grad.grad(grad.contiguous(), transpose=plan.needs[1], dbias=plan.needs[2])
+    wants = plan.wants
+    g, db = context.gemm.grad.grad(grad.contiguous(), transpose=wants.weight, dbias=wants.bias)
     return (*quantized_backward(plan, context, saved, g), db)
 
 
 def quantized_backward(plan: Plan, context: ModuleContext, saved: Saved, g: Quantized) -> Tensors:
     """dx, dw of a quantized dL/dy."""
-    gemm = context.gemm
-    dx = dgrad(g, saved.w, plan.dtype, gemm.how) if plan.needs[0] else None
-    dw = context.weight_grad(gemm, g, saved.x, plan.dtype) if plan.needs[1] else None
+    wants, gemm = plan.wants, context.gemm
+    dx = dgrad(g, saved.w, plan.dtype, gemm.how) if wants.x else None
+    dw = context.weight_grad(gemm, g, saved.x, plan.dtype) if wants.weight else None
     return dx, dw
 
 
@@ -281,7 +294,7 @@ class Linear(LinearBase):
         context = self.context(dtype, is_first_microbatch)
         bias = self.joined_bias()
         tensors = (rows_of(inp), self.joined_weight(), None if self.return_bias else bias)
-        plan = Plan(dtype, wanted(*tensors), context.kind)
+        plan = Plan(dtype, wanted(*tensors), context.key)
         out = differentiable(forward, backward, plan, context, *tensors)
         out = out.view(*inp.shape[:-1], self.out_features)
         if self.return_bias:

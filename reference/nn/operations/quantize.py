@@ -7,7 +7,7 @@ import torch
 
 from reference.arguments import check_arguments
 from reference.checkpoints import transformer_engine_state
-from reference.float8.float8_quantizer import KINDS
+from reference.float8.float8_quantizer import TE_DTYPES
 from reference.float8.float8_tensor import Float8Tensor, dequantized
 from reference.nn.core.autograd import differentiable, wanted
 from reference.nn.core.checks import activation_dtype, check_tensor
@@ -21,12 +21,12 @@ from reference.support.nested import Tensors
 
 
 class Plan(NamedTuple):
-    """T, whether the gradient is wanted, which ways are quantized, and the kind of the quantizers."""
+    """T, whether the gradient is wanted, which ways are quantized, and the key of the quantizers."""
 
     dtype: torch.dtype
     needs: tuple[bool, ...]
     ways: tuple[bool, bool]
-    kind: Hashable
+    gemms: Hashable
 
 
 def _tensor(x: Quantized, dtype: torch.dtype) -> torch.Tensor:
@@ -41,8 +41,8 @@ def _tensor(x: Quantized, dtype: torch.dtype) -> torch.Tensor:
         )
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return dequantized(codes, scale_inv, dtype)
-    kind = KINDS[codes.dtype]
-    return Float8Tensor(codes.shape, dtype, data=codes, fp8_scale_inv=scale_inv, fp8_dtype=kind)
+    te_dtype = TE_DTYPES[codes.dtype]
+    return Float8Tensor(codes.shape, dtype, data=codes, fp8_scale_inv=scale_inv, fp8_dtype=te_dtype)
 
 
 def forward(plan: Plan, context: ModuleContext, x: torch.Tensor) -> tuple[torch.Tensor, tuple[()]]:
@@ -72,7 +72,7 @@ class Quantize(TransformerEngineBaseModule):
     """
 
     keeps_scales = True
-    replays = False  # what it gives are no plain tensors
+    taped = False  # what it gives are no plain tensors
 
     def __init__(self, forward: bool = True, backward: bool = False) -> None:
         check_arguments("ops.Quantize", locals())
@@ -107,7 +107,7 @@ class Quantize(TransformerEngineBaseModule):
         if not any(self._ways) or not (context.fp8 or self.calibrates(context)):
             return input
         x = rows_of(input)
-        return differentiable(forward, backward, Plan(dtype, wanted(x), self._ways, context.kind), context, x).view(
+        return differentiable(forward, backward, Plan(dtype, wanted(x), self._ways, context.key), context, x).view(
             input.shape
         )
 

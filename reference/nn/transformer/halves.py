@@ -208,9 +208,9 @@ def is_attention_block(module: Any, residual_is_norm: bool, recomputes: bool) ->
 def is_small(parameters: int, x: torch.Tensor, run: Run) -> bool:
     """Whether both halves should run as one pair, because the host's calls take longer than the kernels.
 
-    Not in a checkpoint, which records a random state when a half's context is made, so the halves must take turns.
+    Not where it is recomputed: a random state is recorded when a half's context is made, so the halves take turns.
     """
-    return not (run.compiling or run.checkpointed) and parameters + 30 * x.numel() <= SMALL
+    return not (run.compiling or run.recomputed) and parameters + 30 * x.numel() <= SMALL
 
 
 def prepared_mlp(

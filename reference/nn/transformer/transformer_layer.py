@@ -189,8 +189,8 @@ class TransformerLayer(OfTransformerLayer, TensorGroup, ContextGroup, DeviceDefa
             **common,
         )
         if output_layernorm:
-            kind = LayerNorm if normalization == "LayerNorm" else RMSNorm
-            self.layernorm = self.same_side(kind)(
+            norm_type = LayerNorm if normalization == "LayerNorm" else RMSNorm
+            self.layernorm = self.same_side(norm_type)(
                 hidden_size,
                 eps=layernorm_epsilon,
                 params_dtype=params_dtype,

@@ -95,8 +95,8 @@ class _Lanes:
 def _pointers(context: Any, builder: Any, signature: Any, args: Any) -> list[Any]:
     """Data pointers of array arguments; other arguments unchanged."""
     return [
-        context.make_array(kind)(context, builder, value).data if isinstance(kind, types.Array) else value
-        for kind, value in zip(signature.args, args, strict=True)
+        context.make_array(numba_type)(context, builder, value).data if isinstance(numba_type, types.Array) else value
+        for numba_type, value in zip(signature.args, args, strict=True)
     ]
 
 
@@ -249,8 +249,8 @@ def _step(typingctx, a, a_exponent, a_at, b, b_exponent, c, c_at):  # type: igno
 def _constants(typingctx, exponents):  # type: ignore[no-untyped-def]
     """K of a step, columns of a tile and the exponent of no term, known at compile time so that loops unroll."""
     found = (FP8_K, FP8_WIDTH, FP8_NO_TERM) if exponents.dtype == types.int8 else (HALF_K, HALF_WIDTH, HALF_NO_TERM)
-    kind = types.UniTuple(types.intp, 3)
-    return kind(exponents), lambda context, builder, *_: context.get_constant_generic(builder, kind, found)
+    numba_type = types.UniTuple(types.intp, 3)
+    return numba_type(exponents), lambda context, builder, *_: context.get_constant_generic(builder, numba_type, found)
 
 
 @jit

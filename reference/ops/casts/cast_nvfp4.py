@@ -72,10 +72,7 @@ def random_bytes(rng_state: torch.Tensor, blocks: int) -> torch.Tensor:
 def cast_nvfp4(x: torch.Tensor, square: bool, rng_state: torch.Tensor | None) -> Three:
     """x `[rows, K]` -> (codes uint8 `[rows, ceil16(K) / 2]`, scales E4M3 `[rows, ceil16(K) / 16]`, amax fp32 `[1]`)."""
     codes, scales, amax = outputs(x, square, rng_state)
-    if x.numel():
-        amax.copy_(x.abs().amax())
-    else:
-        amax.zero_()
+    amax.copy_(x.abs().amax()) if x.numel() else amax.zero_()
     # Divisions of two tensors: torch divides a number by a tensor as reciprocal times number.
     one, most = torch.ones((), dtype=torch.float32, device="cpu"), torch.finfo(torch.float32).max
     encode = torch.div(LARGEST * one, amax).clamp(max=most)

@@ -1,4 +1,4 @@
-"""`twin::cast_stats`: what a cast to FP8 lost: counts, sums for its SQNR, and the amax.
+"""`twin::cast_stats` and `twin::cast_stats_blocks`: what a cast to FP8 lost: counts, sums for its SQNR, and the amax.
 
 x is `[rows, cols]`, q its codes, x' = q · scale_inv what they stand for. fp32(x) and x' are exact in float64, the
 difference x - x' rounds once there, each square once. F is q's format, `limit = F.largest + F.spacing(F.largest) / 2`
@@ -9,6 +9,8 @@ difference x - x' rounds once there, each square once. F is q's format, `limit =
              nan, inf      x that are NaN, that are infinite
     sums     signal = total(x²), noise = total((x - x')²), both over finite x;    amax = max |x| over x that are not NaN
 
+scale_inv is one number, or with blocks that of the element's block, laid out as `twin::cast_blocks` writes it.
+
 SQNR = 10 · log10(signal / noise) dB. Without q and scale_inv only nan, inf, signal and amax are computed; the others
 are 0.
 
@@ -18,14 +20,16 @@ chain j + h, j < h). The pieces' sums are added likewise: chain j adds pieces j,
 +0; then the tree.
 """
 
+from typing import Any
+
 import numpy as np
 import torch
 
 from reference.numbers import formats
+from reference.ops.casts.cast_blocks import BLOCK, scale_shape
 from reference.ops.checks import check_input, check_like
 from reference.ops.library import define
 
-OP = "twin::cast_stats"
 CHAINS = 256
 PIECE = 16 * CHAINS
 _AT_ONCE = 256 * PIECE  # elements: 8 MiB in float64
@@ -39,17 +43,31 @@ def limit(dtype: torch.dtype) -> float:
     return fmt.largest + fmt.spacing(fmt.largest) / 2
 
 
+def _results(op: str, x: torch.Tensor, q: torch.Tensor | None) -> Two:
+    check_input(op, "x", x)
+    if q is not None:
+        if q.dtype not in (formats.E4M3.dtype, formats.E5M2.dtype):
+            raise ValueError(f"{op}: q must be torch.float8_e4m3fn or torch.float8_e5m2; got {q.dtype}.")
+        check_like(op, "q", q, q.dtype, x.shape, x.device)
+    return x.new_empty(4, dtype=torch.int64), x.new_empty(3, dtype=torch.float64)
+
+
 def outputs(x: torch.Tensor, q: torch.Tensor | None, scale_inv: torch.Tensor | None) -> Two:
-    check_input(OP, "x", x)
+    op = "twin::cast_stats"
     if (q is None) != (scale_inv is None):
         given, other = ("scale_inv", "q") if q is None else ("q", "scale_inv")
-        raise ValueError(f"{OP}: {given} is a tensor and {other} None; both or neither are accepted.")
-    if q is not None and scale_inv is not None:
-        if q.dtype not in (formats.E4M3.dtype, formats.E5M2.dtype):
-            raise ValueError(f"{OP}: q must be torch.float8_e4m3fn or torch.float8_e5m2; got {q.dtype}.")
-        check_like(OP, "q", q, q.dtype, x.shape, x.device)
-        check_like(OP, "scale_inv", scale_inv, torch.float32, (1,), x.device)
-    return x.new_empty(4, dtype=torch.int64), x.new_empty(3, dtype=torch.float64)
+        raise ValueError(f"{op}: {given} is a tensor and {other} None; both or neither are accepted.")
+    found = _results(op, x, q)
+    if scale_inv is not None:
+        check_like(op, "scale_inv", scale_inv, torch.float32, (1,), x.device)
+    return found
+
+
+def blocks_outputs(x: torch.Tensor, q: torch.Tensor, scale_inv: torch.Tensor, square: bool) -> Two:
+    op = "twin::cast_stats_blocks"
+    found = _results(op, x, q)
+    check_like(op, "scale_inv", scale_inv, torch.float32, scale_shape(x.shape[0], x.shape[1], square), x.device)
+    return found
 
 
 def _tree(chains: np.ndarray) -> np.ndarray:
@@ -90,15 +108,9 @@ def add_lost(counts: torch.Tensor, sums: torch.Tensor, x: torch.Tensor, numbers:
     sums[1] = _total(_piece_sums(np.where(finite, (v - stands_for) ** 2, 0.0)))
 
 
-@define(outputs)
 @np.errstate(all="ignore")
-def cast_stats(x: torch.Tensor, q: torch.Tensor | None, scale_inv: torch.Tensor | None) -> Two:
-    """`x` `[rows, cols]` fp32, bf16 or fp16; `q` its codes, `scale_inv` fp32 `[1]`, or None.
-
-    Returns:
-        int64 `[4]`: saturated, underflowed, nan, inf; float64 `[3]`: signal, noise, amax.
-    """
-    counts, sums = outputs(x, q, scale_inv)
+def _measure(counts: torch.Tensor, sums: torch.Tensor, x: torch.Tensor, q: torch.Tensor | None, factors: Any) -> None:
+    """Write counts and sums; `factors`: scale_inv of all elements, one or each its own, fp32."""
     found, signal, noise = np.zeros(4, np.int64), [np.zeros(0)], [np.zeros(0)]
     for first in range(0, x.numel(), _AT_ONCE):
         piece = slice(first, first + _AT_ONCE)
@@ -106,9 +118,9 @@ def cast_stats(x: torch.Tensor, q: torch.Tensor | None, scale_inv: torch.Tensor 
         finite = np.isfinite(v)
         found[2:] += np.isnan(v).sum(), np.isinf(v).sum()
         signal.append(_piece_sums(np.where(finite, v * v, 0.0)))
-        if q is None or scale_inv is None:
+        if q is None:
             continue
-        factor = np.float64(scale_inv.item())
+        factor = factors.reshape(-1)[piece if factors.numel() > 1 else slice(1)].numpy().astype(np.float64)
         stands_for = formats.decode(q.reshape(-1)[piece]).numpy().astype(np.float64) * factor
         zero = q.reshape(-1)[piece].view(torch.uint8).numpy() & 0x7F == 0
         found[0] += (finite & (np.abs(v) > limit(q.dtype) * factor)).sum()
@@ -122,4 +134,28 @@ def cast_stats(x: torch.Tensor, q: torch.Tensor | None, scale_inv: torch.Tensor 
             [*(_total(np.concatenate(one)) for one in (signal, noise)), amax], dtype=torch.float64, device="cpu"
         )
     )
+
+
+@define(outputs)
+def cast_stats(x: torch.Tensor, q: torch.Tensor | None, scale_inv: torch.Tensor | None) -> Two:
+    """`x` `[rows, cols]` fp32, bf16 or fp16; `q` its codes, `scale_inv` fp32 `[1]`, or None.
+
+    Returns:
+        int64 `[4]`: saturated, underflowed, nan, inf; float64 `[3]`: signal, noise, amax.
+    """
+    counts, sums = outputs(x, q, scale_inv)
+    _measure(counts, sums, x, q, scale_inv)
+    return counts, sums
+
+
+@define(blocks_outputs)
+def cast_stats_blocks(x: torch.Tensor, q: torch.Tensor, scale_inv: torch.Tensor, square: bool) -> Two:
+    """`cast_stats` of what `twin::cast_blocks` made; scale_inv has its layout."""
+    counts, sums = blocks_outputs(x, q, scale_inv, square)
+    rows, cols = x.shape
+    if square:
+        factors = scale_inv.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :cols]
+    else:
+        factors = scale_inv[:, :rows].t().repeat_interleave(BLOCK, 1)[:, :cols]
+    _measure(counts, sums, x, q, factors.expand(rows, cols))
     return counts, sums

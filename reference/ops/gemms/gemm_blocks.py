@@ -40,7 +40,7 @@ def _chain(
     a: torch.Tensor, b: torch.Tensor, a_scales: torch.Tensor, b_scales: torch.Tensor, partial: Partial
 ) -> torch.Tensor:
     """acc `[M, N]` of a `[M, blocks, block]`, b `[N, blocks, block]` and fp32 scales `[M, blocks]`, `[N, blocks]`."""
-    acc = torch.zeros((a.shape[0], b.shape[0]), dtype=torch.float32, device="cpu")
+    acc = torch.zeros(a.shape[0], b.shape[0], dtype=torch.float32, device="cpu")
     for block in range(a.shape[1]):
         acc += partial(a[:, block], b[:, block]) * torch.outer(a_scales[:, block], b_scales[:, block])
     return acc

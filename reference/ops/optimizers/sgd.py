@@ -48,9 +48,9 @@ def outputs(
     if dtype not in (torch.float32, wide):
         raise TypeError(f"{OP}: params[0] is {dtype}; {wide} and float32 are accepted.")
     shapes, device = [grad.shape for grad in grads], grads[0].device
-    for name, kind, tensors in (("grads", wide, grads), ("params", dtype, params), ("buffers", dtype, buffers)):
+    for name, expected, tensors in (("grads", wide, grads), ("params", dtype, params), ("buffers", dtype, buffers)):
         if len(tensors):
-            check_each(OP, name, tensors, kind, shapes, device)
+            check_each(OP, name, tensors, expected, shapes, device)
 
 
 @define(outputs, mutates=("params", "buffers"))

@@ -18,8 +18,8 @@ from reference.ops.library import define
 def outputs(values: torch.Tensor, mean: float, std: float, seed: int) -> None:
     """Refuse what `twin::normal` does not accept."""
     if values.dtype != torch.float32 or not values.is_contiguous():
-        kind = "contiguous" if values.is_contiguous() else "strided"
-        raise ValueError(f"twin::normal: values is {values.dtype} and {kind}; contiguous torch.float32 is accepted.")
+        layout = "contiguous" if values.is_contiguous() else "strided"
+        raise ValueError(f"twin::normal: values is {values.dtype} and {layout}; contiguous torch.float32 is accepted.")
     if not std >= 0:
         raise ValueError(f"std must not be negative; got {std}.")
     if seed < 0:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from shared.bits import assert_same_bits
-from shared.linears import numbers
+from shared.linear_cases import numbers
 
 import reference as te
 from reference.arguments import OFF

@@ -1,7 +1,7 @@
 """A plan is all that a pair's launches depend on besides tensors: whatever public attribute changes between two calls.
 
 Every forward and backward of a layer passes by a player that remembers what came out of which plan, inputs and state,
-and fails where the same come with other results. That is what a tape (optimized/replay) would have replayed.
+and fails where the same come with other results. That is what a tape (optimized/tapes) would have played.
 """
 
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ class Remembering(autograd.Plain):
         key = (function, plan, *(_words(t) for t in (*inputs, *state)))
         found = run()
         words = [_words(t) for t in torch.utils._pytree.tree_leaves(found) if t is None or isinstance(t, torch.Tensor)]
-        if context.replayable:
+        if context.playable:
             self.repeated += key in self.seen
             assert self.seen.setdefault(key, words) == words, (
                 f"{function.__module__}: the same plan, other results: {plan}"

@@ -44,8 +44,8 @@ def test_a_plan_names_a_group_and_a_collective_is_an_op(world: int, compiled: bo
 
 @pytest.mark.gpu
 @pytest.mark.gpus(2)
-def test_a_collective_is_replayed_on_gpus(tmp_path: Path) -> None:
-    """The same on two GPUs, replayed from tapes and then from a CUDA graph."""
+def test_a_collective_is_played_on_gpus(tmp_path: Path) -> None:
+    """The same on two GPUs, played from tapes and then from a CUDA graph."""
     check_ranks(tmp_path, 2, "nccl", 8)
 
 
@@ -55,7 +55,7 @@ import torch
 from shared.dry_gpu import DryGpu
 import optimized, reference as te
 from shared import parallel_toys as toys
-from optimized.replay import calls
+from optimized.tapes import calls
 
 BF16 = torch.bfloat16
 toys.DRY = True
@@ -73,15 +73,15 @@ with DryGpu() as gpu:
         y.backward(torch.empty_like(y))
         layer.zero_grad(set_to_none=True)
         x.grad = y = None
-        kinds = list(calls._kinds.values())
-        steps.append([gpu.lines.copy(), len(toys.CALLS), [kind.usable for kind in kinds]])
+        groups = list(calls._groups.values())
+        steps.append([gpu.lines.copy(), len(toys.CALLS), [group.usable for group in groups]])
     collected = [sorted(one.kernel for one in kernels) for kernels in gpu.collected]
 print(json.dumps([steps, collected]))
 """
 
 
 def dry(factory: str, extra: str) -> Any:
-    """Steps of a toy on a GPU that only takes notes: lines, collectives that ran, whether calls are replayed."""
+    """Steps of a toy on a GPU that only takes notes: lines, collectives that ran, whether calls are played."""
     done = run(_DRY.format(factory=factory, extra=extra))
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -95,17 +95,17 @@ def test_a_tape_contains_a_collective() -> None:
     assert calls_of_first == 1  # and none in the dry pass, which came before
     assert any("gemm_fp8" in one for one in collected)
     assert calls_of_last == 0
-    replayed = [line.split()[1].split(".")[0] for line in last if line.startswith("again ")]
-    assert replayed.count("Collective") == 1
-    at = replayed.index("Collective")
-    assert replayed[at - 1] == "gemm_fp8"
+    played = [line.split()[1].split(".")[0] for line in last if line.startswith("again ")]
+    assert played.count("Collective") == 1
+    at = played.index("Collective")
+    assert played[at - 1] == "gemm_fp8"
     assert "again Collective _sum" in last
     kernels = [line.split(".")[0] for line in first if "." in line.split()[0]]
-    assert [one for one in replayed if one != "Collective"] == kernels
+    assert [one for one in played if one != "Collective"] == kernels
 
 
 def test_launches_depend_on_no_size_that_lies_on_the_device() -> None:
-    """The tokens of each expert are numbers of a tensor: here they have no values at all, and steps are replayed."""
+    """The tokens of each expert are numbers of a tensor: here they have no values at all, and steps are played."""
     steps, _ = dry("by_experts", 'torch.empty(4, dtype=torch.int64, device="cuda")')
     *_, (last, _, usable) = steps
     assert all(usable)

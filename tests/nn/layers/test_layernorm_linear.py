@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from shared import written_out
+from shared import unfused_step
 
 import reference as te
 
@@ -131,22 +131,22 @@ def test_long_products_accumulate_as_they_are_to() -> None:
     torch.nn.init.normal_(layer.bias)
     torch.nn.init.normal_(layer.layer_norm_weight)
     x, g = (numbers(40, 150, 160) * 3).bfloat16(), (numbers(50, 150, 176) / 100).bfloat16()
-    written_out.run(layer, x, g)
-    step = written_out.Step(layer, torch.bfloat16)
+    unfused_step.run(layer, x, g)
+    step = unfused_step.Step(layer, torch.bfloat16)
     gamma, beta, w = (p.detach() for p in (layer.layer_norm_weight, layer.layer_norm_bias, layer.weight))
-    y, mean, rstd = written_out.twin.norm(x, gamma, beta, 1e-5, False, "layernorm", torch.float32)
+    y, mean, rstd = unfused_step.twin.norm(x, gamma, beta, 1e-5, False, "layernorm", torch.float32)
     xq, wq, gq = step.cast(y, 0), step.cast(w, 1), step.grad(g, 0)
     dnorm = step.product(gq, wq.t(), "split")
-    dx, dgamma, dbeta = written_out.twin.norm_backward(dnorm, x, gamma, mean, rstd, False, "layernorm", None)
+    dx, dgamma, dbeta = unfused_step.twin.norm_backward(dnorm, x, gamma, mean, rstd, False, "layernorm", None)
     step.check(
-        written_out.run(layer, x, g),
+        unfused_step.run(layer, x, g),
         {
             "output 0": step.product(xq, wq, "fast", layer.bias.detach()),
             "dx": dx,
             "dlayer_norm_weight": dgamma,
             "dlayer_norm_bias": dbeta,
             "dweight": step.product(gq.t(), xq.t(), "split"),
-            "dbias": written_out.twin.dbias(g),
+            "dbias": unfused_step.twin.dbias(g),
         },
     )
 

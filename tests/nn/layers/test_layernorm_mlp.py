@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from shared import written_out
+from shared import unfused_step
 
 import reference as te
 from reference.ops.activations.activation import CLAMPED, KINDS, Clamp, clamp_of, is_gated
@@ -197,7 +197,7 @@ def test_fp8_step_written_out(activation: str, both: bool) -> None:
     dL/dnorm(x) is added to what comes back through fc1, with one rounding, before the norm's backward.
     """
     torch.manual_seed(6)
-    dtype, twin = torch.bfloat16, written_out.twin
+    dtype, twin = torch.bfloat16, unfused_step.twin
     layer = te.LayerNormMLP(144, 160, activation=activation, params_dtype=dtype, return_layernorm_output=both)
     for p in (layer.fc1_bias, layer.fc2_bias, layer.layer_norm_weight):
         torch.nn.init.normal_(p)
@@ -207,24 +207,24 @@ def test_fp8_step_written_out(activation: str, both: bool) -> None:
         numbers(51, 150, 144).bfloat16(),
     )
     grads = (g / 100, more / 100) if both else (g / 100,)
-    written_out.run(layer, x, *grads)
-    step = written_out.Step(layer, dtype)
+    unfused_step.run(layer, x, *grads)
+    step = unfused_step.Step(layer, dtype)
     gamma, beta, w1, b1, w2, b2 = (p.detach() for p in layer.parameters())
     normed, mean, rstd = twin.norm(x, gamma, beta, 1e-5, False, "layernorm", torch.float32)
     nq, w1q, w2q, gq = step.cast(normed, 0), step.cast(w1, 1), step.cast(w2, 4), step.grad(grads[0], 2)
     h = step.product(nq, w1q, "fast", b1)
     codes, _, inverse = twin.activation_cast_transpose(h, activation, *step.state(3))
-    aq = written_out.Cast(codes, inverse)
+    aq = unfused_step.Cast(codes, inverse)
     dact = step.product(gq, w2q.t(), "split")
     state = step.state(0, "scaling_bwd")
     codes, _, inverse, db1 = twin.activation_backward_cast_transpose_dbias(dact, h, activation, *state)
-    hq = written_out.Cast(codes, inverse)
+    hq = unfused_step.Cast(codes, inverse)
     dnorm = step.product(hq, w1q.t(), "split")
     dnorm = dnorm + grads[1] if both else dnorm
     dx, dgamma, dbeta = twin.norm_backward(dnorm, x, gamma, mean, rstd, False, "layernorm", None)
     outputs = {"output 0": step.product(aq, w2q, "fast", b2)} | ({"output 1": normed.to(dtype)} if both else {})
     step.check(
-        written_out.run(layer, x, *grads),
+        unfused_step.run(layer, x, *grads),
         outputs
         | {
             "dx": dx,

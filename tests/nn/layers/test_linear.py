@@ -9,8 +9,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shared import written_out
-from shared.linears import DTYPES, RECIPES, numbers
+from shared import unfused_step
+from shared.linear_cases import DTYPES, RECIPES, numbers
 
 import reference as te
 from reference.numbers import formats, tensor_core
@@ -350,15 +350,15 @@ def test_long_products_accumulate_as_they_are_to(dtype: torch.dtype) -> None:
     for i in range(2):
         x, g = (numbers(40 + i, 150, 160) * 3).to(dtype), (numbers(50 + i, 150, 176) / 100).to(dtype)
         if i == 0:
-            written_out.run(layer, x, g)
-    step = written_out.Step(layer, dtype)
+            unfused_step.run(layer, x, g)
+    step = unfused_step.Step(layer, dtype)
     xq, wq, gq = step.cast(x, 0), step.cast(layer.weight.detach(), 1), step.grad(g, 0)
     step.check(
-        written_out.run(layer, x, g),
+        unfused_step.run(layer, x, g),
         {
             "output 0": step.product(xq, wq, "fast", layer.bias.detach()),
             "dx": step.product(gq, wq.t(), "split"),
             "dweight": step.product(gq.t(), xq.t(), "split"),
-            "dbias": written_out.twin.dbias(g),
+            "dbias": unfused_step.twin.dbias(g),
         },
     )

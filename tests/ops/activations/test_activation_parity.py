@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from shared.activation_values import every_word
 from shared.bits import assert_same_bits
 from shared.cast_values import numbers, poison
-from shared.repeated import assert_same_again
+from shared.determinism import assert_same_again
 
 import optimized  # noqa: F401  (registers the CUDA kernels)
 from reference.numbers import formats

@@ -18,11 +18,11 @@ SPECIAL += [2.0**-10 * 1.001, 2.0**-11, -(2.0**-16), 2.0**-17, 2.0**-18]
 
 
 def written_out(x: torch.Tensor, q: torch.Tensor, scale_inv: torch.Tensor) -> tuple[list[int], list[float]]:
-    """By Python's floats (float64), in the written order."""
+    """By Python's floats (float64), in the written order; scale_inv of one number, or of each."""
     values, codes = x.float().reshape(-1).tolist(), formats.decode(q).reshape(-1).tolist()
-    factor, limit = scale_inv.item(), {E4M3: 464.0, E5M2: 61440.0}[q.dtype]
+    factors, limit = scale_inv.expand(x.shape).reshape(-1).tolist(), {E4M3: 464.0, E5M2: 61440.0}[q.dtype]
     counts, amax, squares = [0, 0, 0, 0], 0.0, ([], [])
-    for v, c in zip(values, codes, strict=True):
+    for v, c, factor in zip(values, codes, factors, strict=True):
         finite = math.isfinite(v)
         counts[0] += finite and abs(v) > limit * factor
         counts[1] += finite and v != 0 and c == 0
@@ -64,6 +64,22 @@ def test_every_number_is_that_of_plain_python(dtype: torch.dtype, fp8: torch.dty
         assert sums.tolist() == expected[1]
         seen += counts
     assert seen.min() > 0 or shape == (1, 16), "every kind of loss is among the numbers"
+
+
+@pytest.mark.parametrize("square", [False, True])
+@pytest.mark.parametrize("shape", [(1, 16), (37, 48), (130, 272)])
+def test_the_scale_of_an_elements_block(square: bool, shape: tuple[int, int]) -> None:
+    rows, cols = shape
+    for x, fp8 in itertools.product((numbers(*shape, torch.bfloat16), numbers(*shape, torch.float32)), (E4M3, E5M2)):
+        q, scale_inv = twin.cast_blocks(x, fp8, square, "fp32", 0.0)
+        scale_inv *= torch.rand(scale_inv.shape, generator=torch.Generator().manual_seed(1)) + 0.5
+        each = torch.empty(shape)
+        for r, c in itertools.product(range(rows), range(cols)):
+            each[r, c] = scale_inv[r // 128, c // 128] if square else scale_inv[c // 128, r]
+        counts, sums = twin.cast_stats_blocks(x, q, scale_inv, square)
+        assert (counts.tolist(), sums.tolist()) == written_out(x, q, each)
+    with pytest.raises(ValueError, match=r"^twin::cast_stats_blocks: scale_inv must be contiguous torch.float32 \["):
+        twin.cast_stats_blocks(x, q, torch.ones(1), square)
 
 
 def test_pieces_beyond_the_first_chains() -> None:

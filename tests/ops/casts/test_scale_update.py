@@ -10,7 +10,7 @@ from shared.dry_gpu import DryGpu
 import reference  # noqa: F401
 from optimized.cuda import launch
 from optimized.ops.casts import scale_update as on_gpu
-from optimized.replay import Launches
+from optimized.tapes import Launches
 
 FLT_MAX = float(np.finfo(np.float32).max)
 

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shared.bits import assert_same_bits
+from shared.determinism import assert_same_again
 from shared.gemm_codes import E4M3, E5M2, FORMATS, OUTPUTS, draw, normal, on_gpu, one, random_codes
-from shared.repeated import assert_same_again
 
 import optimized.ops
 from optimized.ops.gemms.gemm_fp8 import gemm_fp8_tiled

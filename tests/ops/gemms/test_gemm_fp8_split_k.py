@@ -7,13 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shared.bits import assert_same_bits
+from shared.determinism import assert_same_again
 from shared.gemm_codes import E4M3, E5M2, FORMATS, OUTPUTS, draw, normal, on_gpu, one, random_codes
-from shared.repeated import assert_same_again
 
 import optimized.ops  # noqa: F401  (registers the ops)
 from optimized.cuda import launch
 from optimized.ops.gemms.gemm_fp8_split_k import RESIDENT, gemm_fp8_split_k, is_faster, partition
-from optimized.replay import Launches
+from optimized.tapes import Launches
 
 twin = torch.ops.twin
 
@@ -83,7 +83,7 @@ def test_the_op_takes_this_way_and_captures_it() -> None:
     with launch.recording(tape):
         recorded = product()
     recorded.fill_(7)
-    tape.replay(0)
+    tape.play(0)
     assert_same_bits(recorded, first, "launches made again")
 
 

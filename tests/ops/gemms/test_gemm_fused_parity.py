@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shared.bits import assert_same_bits
 from shared.cast_values import poison
+from shared.determinism import assert_same_again
 from shared.gemm_codes import E4M3, E5M2, draw, normal, one, random_codes
-from shared.repeated import assert_same_again
 
 from optimized.ops.gemms import gemm_fused
 from optimized.ops.gemms.gemm import gemm_tiled

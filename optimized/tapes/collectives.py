@@ -1,0 +1,47 @@
+"""A collective of torch.distributed as an op of ours: on a tape, and left out by the dry pass of the compiler."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch.utils._python_dispatch import _disable_current_modes
+
+from optimized.cuda import launch
+from optimized.tapes.memory import TensorRef, tensors_of
+
+
+class Collective(NamedTuple):
+    """One that is done again."""
+
+    func: Callable[..., Any]
+    args: list[Any]
+    capturable: bool
+
+    def moved(self, move: Callable[[int], int]) -> "Collective":
+        """The same with tensors at other addresses."""
+        return self._replace(args=TensorRef.moved(self.args, move))
+
+    def play(self, stream: int) -> None:
+        with _disable_current_modes():
+            self.func(*tensors_of(self.args))
+
+
+def collective(function: Callable[..., Any], args: list[Any], *, capturable: bool = False) -> None:
+    """Call `function(*args)`, and again wherever this call's tape is played.
+
+    It is what the CUDA side of an op consists of, besides allocating its results. All ranks play alike, because what
+    is played follows from shapes and addresses of steps that all ranks make.
+
+    Args:
+        function: reads and writes tensors of `args` on torch's current stream, as `dist.all_reduce` does, and does what
+            depends on no value. What it returns is dropped.
+        args: tensors, lists of them, and what is no tensor, such as the name of a process group
+        (`reference.support.groups`). capturable: whether it may become part of a CUDA graph, as NCCL's may and gloo's
+        may not.
+    """
+    if launch.collects():
+        return
+    with _disable_current_modes():  # what it does inside is one entry of a tape
+        function(*args)
+    tape = launch.tape()
+    if tape is not None:
+        tape.append(Collective(function, TensorRef.of(args), capturable))

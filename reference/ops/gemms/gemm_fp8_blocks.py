@@ -1,0 +1,159 @@
+"""`twin::gemm_fp8_blocks`, an FP8 GEMM of operands that have a scale for each block of 128 along K.
+
+    acc = +0;  for each block k of 128, in order of K:
+        p   = a[:, k] · b[:, k]ᵀ             one chain from zero, fp32 (`reference.numbers.tensor_core.gemm`)
+        p   = p · first[k]                   rounded to fp32
+        acc = fma(p, second[k], acc)         rounded to fp32
+    out = acc + bias                         rounded to fp32, where there is a bias
+    out -> out_dtype                         rounded to nearest even
+
+first, second: the scale_inv of a's row and of b's row (of its block of 128 rows, where blocks are square). a's comes
+first; where a's blocks are square, b's does. With scales that are powers of two either order gives the same words, and
+so do (first · second) · p and an addition in place of the fma, as long as nothing overflows or underflows.
+
+`twin::gemm_fp8_blocks_accumulate` adds such a GEMM in fp32 to a gradient in place:
+
+    out = round(fp32(out) + acc)             one fp32 addition, one rounding to out's dtype
+
+Scales lie as `twin::cast_blocks` writes them. Square blocks on both sides are refused, as by cuBLASLt.
+
+Source: cuBLASLt 13 on an H200 (every word of `torch._scaled_mm`, with scales that are no powers of two), and
+Transformer Engine's `tests/pytorch/references/blockwise_fp8_gemm_reference.py`.
+"""
+
+import torch
+
+from reference.numbers import tensor_core
+from reference.numbers.tensor_core.operands import FP8_DTYPES, check_depth
+from reference.ops.casts.cast_blocks import BLOCK, blocks_of, scale_shape
+from reference.ops.gemms.gemm_fp8 import check_accumulate, check_epilogue
+from reference.ops.library import define
+from reference.support.numba_jit import fma, jit
+
+
+def check_operands(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    a_square: bool,
+    b_square: bool,
+) -> None:
+    """Refuse all but contiguous FP8 `[M, K]` and `[N, K]`, K and N multiples of 16, with the scales of their blocks."""
+    for name, matrix in (("a", a), ("b", b)):
+        if matrix.dtype not in FP8_DTYPES:
+            raise TypeError(f"{name} is {matrix.dtype}; gemm_fp8_blocks takes float8_e4m3fn or float8_e5m2.")
+        if matrix.dim() != 2:
+            raise ValueError(f"{name} has shape {tuple(matrix.shape)}; a matrix [rows, K] is needed.")
+        if not matrix.is_contiguous():
+            raise ValueError(f"{name} has strides {matrix.stride()}; gemm_fp8_blocks takes contiguous rows.")
+    check_depth(a, b)
+    if a.shape[1] % 16:
+        raise ValueError(f"a has K = {a.shape[1]}; FP8 GEMMs need a K that is a multiple of 16.")
+    if b.shape[0] % 16:
+        raise ValueError(f"b has N = {b.shape[0]} rows; FP8 GEMMs need an N that is a multiple of 16.")
+    if a_square and b_square:
+        raise ValueError("a_square and b_square are both True; square blocks on one side at most are accepted.")
+    for name, matrix, scales, square in (("a", a, a_scale_inv, a_square), ("b", b, b_scale_inv, b_square)):
+        shape = scale_shape(matrix.shape[0], matrix.shape[1], square)
+        if scales.dtype != torch.float32 or tuple(scales.shape) != shape or not scales.is_contiguous():
+            raise ValueError(
+                f"{name}_scale_inv is {scales.dtype} {tuple(scales.shape)}, strides {scales.stride()}; contiguous "
+                f"float32 {shape} is needed, as cast_blocks writes it."
+            )
+
+
+def outputs(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    a_square: bool,
+    b_square: bool,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    check_operands(a, b, a_scale_inv, b_scale_inv, a_square, b_square)
+    check_epilogue(b.shape[0], bias, out_dtype)
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
+
+
+def accumulate_outputs(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    a_square: bool,
+    b_square: bool,
+    out: torch.Tensor,
+) -> None:
+    check_operands(a, b, a_scale_inv, b_scale_inv, a_square, b_square)
+    check_accumulate(a, b, out)
+
+
+@jit
+def _promote(acc, p, rows, columns, columns_first):  # type: ignore[no-untyped-def]
+    """acc `[M, N]` = fma(p · first, second, acc), of the rows' factors `[M]` and the columns' `[N]`."""
+    for i in range(p.shape[0]):
+        for j in range(p.shape[1]):
+            if columns_first:
+                acc[i, j] = fma(p[i, j] * columns[j], rows[i], acc[i, j])
+            else:
+                acc[i, j] = fma(p[i, j] * rows[i], columns[j], acc[i, j])
+
+
+def factors(scales: torch.Tensor, rows: int, square: bool) -> torch.Tensor:
+    """fp32 `[blocks along K, rows]`: the scale of each row's block."""
+    if square:
+        return scales.t().repeat_interleave(BLOCK, 1)[:, :rows].contiguous()
+    return scales[:, :rows].contiguous()
+
+
+def accumulated(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    a_square: bool,
+    b_square: bool,
+) -> torch.Tensor:
+    """acc, fp32 `[M, N]`."""
+    rows, columns = factors(a_scale_inv, len(a), a_square), factors(b_scale_inv, len(b), b_square)
+    acc = torch.zeros((len(a), len(b)), dtype=torch.float32, device="cpu")
+    for k in range(blocks_of(a.shape[1])):
+        part = slice(BLOCK * k, BLOCK * (k + 1))
+        p = tensor_core.gemm(a[:, part].contiguous(), b[:, part].contiguous())
+        _promote(acc.numpy(), p.numpy(), rows[k].numpy(), columns[k].numpy(), a_square)
+    return acc
+
+
+@define(outputs)
+def gemm_fp8_blocks(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    a_square: bool,
+    b_square: bool,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """a `[M, K]` and b `[N, K]` float8 with the scales of their blocks, bias `[N]` or None -> `[M, N]` of out_dtype."""
+    out = outputs(a, b, a_scale_inv, b_scale_inv, a_square, b_square, bias, out_dtype)
+    acc = accumulated(a, b, a_scale_inv, b_scale_inv, a_square, b_square)
+    return out.copy_(acc if bias is None else acc + bias.to(torch.float32))
+
+
+@define(accumulate_outputs, mutates=("out",))
+def gemm_fp8_blocks_accumulate(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    a_square: bool,
+    b_square: bool,
+    out: torch.Tensor,
+) -> None:
+    """Add a·bᵀ to out `[M, N]`, fp32, bf16 or fp16; the other arguments are those of `gemm_fp8_blocks`."""
+    accumulate_outputs(a, b, a_scale_inv, b_scale_inv, a_square, b_square, out)
+    out.copy_(out.float() + accumulated(a, b, a_scale_inv, b_scale_inv, a_square, b_square))

@@ -1,0 +1,132 @@
+"""Block scaling: 128 numbers along K have a scale of their own, that of their amax.
+
+    inputs, gradients   blocks of 1 × 128 along K; backward reads their transposes, cast anew in blocks along the tokens
+    weights             blocks of 128 × 128; the transpose has the same blocks
+    codes, scales       `reference.ops.casts.cast_blocks`; E4M3 in all three, scales that are powers of two
+    GEMMs               `reference.ops.gemms.gemm_fp8_blocks`: chains of K = 128, each multiplied by its two scales
+
+There is no state between steps. The results of norms and activations are rounded to the activation dtype before they
+are cast, as under current scaling. A token's scales are of that token alone, so its words do not depend on the batch.
+
+Names, defaults and meaning are Transformer Engine's (`transformer_engine.common.recipe.Float8BlockScaling`).
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from reference.ops.library import twin
+from reference.recipes.base import Format, MMParams, QParams, Recipe, check_recipe
+from reference.recipes.quantized import PRODUCTS, Operand, Products, Quantized
+from reference.recipes.quantizer import Quantizer
+from reference.recipes.roles import Role
+
+ROWS = "blocks of 1 × 128"
+SQUARES = "blocks of 128 × 128"
+
+
+_SPLIT = MMParams()
+
+
+@dataclass(unsafe_hash=True)
+class Float8BlockScaling(Recipe):
+    """Scale blocks of 128 numbers by their own amaxes.
+
+    Args:
+        use_f32_scales: scales in fp32 instead of powers of two (in Transformer Engine the environment's
+            NVTE_FP8_BLOCK_SCALING_FP32_SCALES).
+        fp8_format: `Format.E4M3` or `Format.HYBRID`.
+        x_block_scaling_dim, w_block_scaling_dim, grad_block_scaling_dim: 1, blocks of 1 × 128, or 2, blocks of
+            128 × 128, of inputs, weights and gradients; at most one of them is 2.
+        fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad: `MMParams(use_split_accumulator=True)`.
+        fp8_dpa, fp8_mha: FP8 attention; only False is offered.
+        backward_override: "high_precision" is FP8 in forward alone: backward multiplies in the activation dtype.
+    """
+
+    use_f32_scales: bool = False
+    fp8_format: Format = Format.E4M3
+    x_block_scaling_dim: int = 1
+    w_block_scaling_dim: int = 2
+    grad_block_scaling_dim: int = 1
+    fp8_gemm_fprop: MMParams = _SPLIT
+    fp8_gemm_dgrad: MMParams = _SPLIT
+    fp8_gemm_wgrad: MMParams = _SPLIT
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: str | None = None
+
+    def __post_init__(self) -> None:
+        self.check()
+
+    def check(self) -> None:
+        name = type(self).__name__
+        if not isinstance(self.use_f32_scales, bool):
+            raise TypeError(f"{name}: use_f32_scales={self.use_f32_scales!r}; True and False are accepted.")
+        dims = ("x_block_scaling_dim", "w_block_scaling_dim", "grad_block_scaling_dim")
+        for field in dims:
+            value = getattr(self, field)
+            if type(value) is not int or value not in (1, 2):
+                raise ValueError(f"{name}: {field}={value!r}; 1 and 2 are accepted.")
+        if sum(getattr(self, field) == 2 for field in dims) > 1:
+            found = ", ".join(f"{field}={getattr(self, field)}" for field in dims)
+            raise ValueError(f"{name}: {found}; 2 is accepted for one of them, since no GEMM has square blocks twice.")
+        for field in ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad"):
+            value = getattr(self, field)
+            if not isinstance(value, MMParams) or value.use_split_accumulator is not True:
+                raise ValueError(f"{name}: {field}={value!r}; MMParams(use_split_accumulator=True) is accepted.")
+        check_recipe(self)
+
+    @classmethod
+    def float8_block_scaling(cls) -> bool:
+        return True
+
+    @property
+    def sees_other_tokens(self) -> bool:
+        return self.x_block_scaling_dim == 2
+
+    @property
+    def fp8_quant_fwd_inp(self) -> QParams:
+        """How inputs are scaled; weights and gradients, too."""
+        return QParams(power_2_scale=not self.use_f32_scales)
+
+    fp8_quant_fwd_weight = fp8_quant_bwd_grad = fp8_quant_fwd_inp
+
+    def quantizer(self, role: Role, state: Any) -> "InBlocks":
+        dims = {"input": self.x_block_scaling_dim, "weight": self.w_block_scaling_dim}
+        square = dims.get(role.tensor, self.grad_block_scaling_dim) == 2
+        return InBlocks(self.codes(role.is_forward)[0], square, "fp32" if self.use_f32_scales else "power_of_two")
+
+
+class InBlocks(Quantizer):
+    """Casts in blocks of 1 × 128, or where `square` of 128 × 128; `dialect` is that of `twin::cast_blocks`."""
+
+    fp8 = True
+
+    def __init__(self, dtype: torch.dtype, square: bool, dialect: str) -> None:
+        self.dtype, self.square, self.dialect = dtype, square, dialect
+        self.key = ("in blocks", dtype, square, dialect)
+
+    def quantize(self, x: torch.Tensor, transpose: bool) -> Quantized:
+        how, layout = (self.dtype, self.square, self.dialect, 0.0), SQUARES if self.square else ROWS
+        if not transpose:
+            q, scale_inv = twin.cast_blocks(x, *how)
+            return Quantized(Operand(q, scale_inv, layout), None)
+        q, q_t, scale_inv, scale_inv_t = twin.cast_blocks_transpose(x, *how)
+        return Quantized(Operand(q, scale_inv, layout), Operand(q_t, scale_inv_t, layout))
+
+
+def _multiply(
+    a: Operand, b: Operand, bias: torch.Tensor | None, out_dtype: torch.dtype, accumulate: str
+) -> torch.Tensor:
+    squares = a.layout == SQUARES, b.layout == SQUARES
+    return twin.gemm_fp8_blocks(a.codes, b.codes, a.scales, b.scales, *squares, bias, out_dtype)
+
+
+def _add(a: Operand, b: Operand, out: torch.Tensor) -> None:
+    squares = a.layout == SQUARES, b.layout == SQUARES
+    twin.gemm_fp8_blocks_accumulate(a.codes, b.codes, a.scales, b.scales, *squares, out)
+
+
+for _layouts in ((ROWS, ROWS), (ROWS, SQUARES), (SQUARES, ROWS)):
+    PRODUCTS[_layouts] = Products(_multiply, _add, torch.bfloat16)
