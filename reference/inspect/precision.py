@@ -141,6 +141,10 @@ def _packed(choice: Recipe | str | None) -> Any:
     return {"recipe": type(choice).__name__, **given}
 
 
+def _is_recipe(one: Any) -> bool:
+    return isinstance(one, type) and issubclass(one, Recipe) and one is not Recipe
+
+
 def _unpacked_choice(path: str | Path, name: str, entry: Any) -> Choice:
     if not isinstance(entry, dict) or set(entry) != {"choice", "why"} or not isinstance(entry["why"], str):
         raise files.Damaged(f"{path} is damaged: layer {name!r} has {entry!r}; a choice and why are accepted.")
@@ -149,9 +153,7 @@ def _unpacked_choice(path: str | Path, name: str, entry: Any) -> Choice:
         return Choice(None if packed == _SIXTEEN else AUTOCAST, entry["why"])
     arguments = dict(packed) if isinstance(packed, dict) else {}
     recipe_name = arguments.pop("recipe", None)
-    known = [
-        one for one in recipe.__all__ if isinstance(getattr(recipe, one), type) and one not in ("Recipe", "Format")
-    ]
+    known = [name for name in recipe.__all__ if _is_recipe(getattr(recipe, name))]
     if recipe_name not in known:
         accepted = ", ".join(map(repr, (_SIXTEEN, _AUTOCAST, *known)))
         raise files.Damaged(f"{path} is damaged: layer {name!r} has the choice {packed!r}; {accepted} are accepted.")

@@ -38,3 +38,17 @@ def test_a_flipped_bit_in_a_plan_is_refused_or_harmless(tmp_path: Path) -> None:
         files.Damaged, match=r"is damaged, at 'layers': .* edited by hand, take the line with sha256 out"
     ):
         precision.PrecisionPlan.load(path)
+
+
+def test_every_recipe_is_read_again_and_nothing_else(tmp_path: Path) -> None:
+    """te.recipe has other classes, too, which are no choice of a layer."""
+    path = tmp_path / "plan.json"
+    kinds = [one for one in vars(te.recipe).values() if isinstance(one, type) and issubclass(one, te.recipe.Recipe)]
+    choices = {one.__name__: precision.Choice(one(), "") for one in kinds if one is not te.recipe.Recipe}
+    precision.PrecisionPlan(choices).save(path)
+    assert precision.PrecisionPlan.load(path).layers == choices
+    for name in ("QParams", "MMParams", "Recipe", "Format", "by_layer"):
+        layers = {"a": {"choice": {"recipe": name}, "why": ""}}
+        path.write_text(json.dumps({"format": "twin-engine precision", "version": 1, "layers": layers}))
+        with pytest.raises(files.Damaged, match="layer 'a' has the choice"):
+            precision.PrecisionPlan.load(path)
