@@ -15,6 +15,7 @@ from reference.support.aliases import Aliases
 _ROOMS = {
     "reference": (
         ("", "numbers", "denormals elementary formats philox tensor_core"),
+        ("numbers.tensor_core", "numbers.tensor_core", "kernels>simd"),
         ("", "recipes", "quantized quantizer roles"),
         ("", "state", "autocast capture>graph_seeds model_init moved>applied_device scaling threads"),
         ("nn", "state", "weight_store"),

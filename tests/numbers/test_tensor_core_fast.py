@@ -17,7 +17,7 @@ from shared.bits import torch_threads
 
 from optimized.recordings import tensor_core_cases as inputs
 from reference.numbers import tensor_core
-from reference.numbers.tensor_core import fast, kernels, model
+from reference.numbers.tensor_core import fast, model, simd
 from reference.support import notice
 
 ROOT = Path(__file__).parents[2]
@@ -274,10 +274,10 @@ def test_calls_from_several_threads_at_once():
 
 def test_the_fp8_path_holds_no_double_and_nothing_is_contracted():
     fast._compiled(False)
-    fresh = numba.njit(nogil=True, error_model="numpy")(kernels.tiles.py_func)  # cached code has no IR
-    fresh.compile(next(found for found in kernels.tiles.signatures if found[1].dtype == numba.int8))  # exponents
+    fresh = numba.njit(nogil=True, error_model="numpy")(simd.tiles.py_func)  # cached code has no IR
+    fresh.compile(next(found for found in simd.tiles.signatures if found[1].dtype == numba.int8))  # exponents
     text = fresh.inspect_llvm(fresh.signatures[0])
-    assert f"fmul <{kernels.FLOAT_LANES} x float>" in text
+    assert f"fmul <{simd.FLOAT_LANES} x float>" in text
     assert "double" not in text
     for banned in ("fmuladd", "llvm.fma", " fast ", "contract", "reassoc", "afn"):
         assert banned not in text, banned
@@ -302,8 +302,8 @@ for name in list(features):
     if name.startswith("avx512") or (sys.argv[1] == "sse" and name.startswith("avx")):
         features[name] = False
 binding.get_host_cpu_features = lambda: features
-from reference.numbers.tensor_core import kernels
-assert kernels.FLOAT_LANES == int(sys.argv[2]), kernels.FLOAT_LANES
+from reference.numbers.tensor_core import simd
+assert simd.FLOAT_LANES == int(sys.argv[2]), simd.FLOAT_LANES
 sys.path.insert(0, "tests")
 import numpy as np, test_tensor_core_fast as t
 for kind, (a, b, step) in t.inputs.KINDS.items():

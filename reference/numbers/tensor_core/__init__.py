@@ -1,7 +1,7 @@
 """What Hopper's tensor core computes, bit for bit, on any CPU.
 
 `step` is one `wgmma` instruction, `gemm` a whole GEMM. `model` defines the arithmetic and is written to be read;
-`fast` and `kernels` compute the same bits on SIMD lanes and all cores.
+`fast` and `simd` compute the same bits on SIMD lanes and all cores.
 """
 
 import numpy as np

@@ -1,6 +1,6 @@
 """Whole GEMMs on all cores: `gemm_words` gives the words of `model.gemm_words`, some thousand times faster.
 
-The compiled tiles (`kernels`) multiply finite numbers and read NaN and infinity as zeros. The words that depend on one
+The compiled tiles (`simd`) multiply finite numbers and read NaN and infinity as zeros. The words that depend on one
 are corrected afterwards: what an infinity does to a sum does not depend on the finite terms.
 """
 
@@ -26,14 +26,14 @@ _compiling = threading.RLock()
 
 @functools.cache
 def _tables(fmt: model.FloatFormat) -> tuple[NDArray[np.floating], NDArray[np.signedinteger]]:
-    """Value and exponent of every code, as `kernels` reads them."""
-    from reference.numbers.tensor_core import kernels
+    """Value and exponent of every code, as `simd` reads them."""
+    from reference.numbers.tensor_core import simd
 
     bits = 1 + fmt.exponent_bits + fmt.fraction_bits
     number = model.decode(np.arange(1 << bits, dtype=np.uint32), fmt)
     value = np.ldexp(number.significand.astype(np.float32), number.exponent - fmt.fraction_bits)
     value = np.where(number.negative & (value != 0), -value, value)
-    nothing = kernels.FP8_NO_TERM if bits == 8 else kernels.HALF_NO_TERM
+    nothing = simd.FP8_NO_TERM if bits == 8 else simd.HALF_NO_TERM
     exponent = np.where(number.significand != 0, number.exponent, nothing)
     return value, exponent.astype(np.int8 if bits == 8 else np.int16)
 
@@ -43,10 +43,10 @@ def _compiled(half: bool) -> tuple[Any, Any, int]:
     """(pack, tiles, columns of a tile) for FP8 or 16-bit operands, compiled by a GEMM of one word."""
     text = "preparing the tensor-core model for this CPU (compiled once, then cached) ..."
     with _compiling, announced(text):
-        from reference.numbers.tensor_core import kernels
+        from reference.numbers.tensor_core import simd
 
-        fmt, width = (model.BF16, kernels.HALF_WIDTH) if half else (model.E4M3, kernels.FP8_WIDTH)
-        compiled = kernels.pack, kernels.tiles, width
+        fmt, width = (model.BF16, simd.HALF_WIDTH) if half else (model.E4M3, simd.FP8_WIDTH)
+        compiled = simd.pack, simd.tiles, width
         codes = np.zeros((1, 1, 1), np.uint16 if half else np.uint8)
         instruction = model.HALF_STEP if half else model.FP8_STEP
         _finite(model.Operands(codes, fmt, codes, fmt, instruction), 0, compiled)
