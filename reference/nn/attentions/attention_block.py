@@ -33,11 +33,11 @@ from reference.nn.attentions.head_norms import HeadNorms
 from reference.nn.attentions.heads import Heads
 from reference.nn.core.compiled import before
 from reference.nn.core.context import BlockContext, ModuleContext, WeightRequest, quantize_weights
-from reference.nn.core.dropout import added, before_dropped
+from reference.nn.core.dropout import before_dropped
 from reference.nn.layers import layernorm_linear, linear
 from reference.ops.library import twin
 from reference.ops.random.dropout import state_or_none
-from reference.recipes.quantized import Weight, fprop, fprop_residual, rows_of
+from reference.recipes.quantized import Dropout, Weight, fprop, fprop_residual, rows_of
 from reference.support.nested import Tensors
 
 
@@ -191,11 +191,9 @@ def forward(plan: Plan, context: BlockContext, *tensors: Any) -> tuple[Any, Any]
     out, attended, kept = core_pair.attend(plan.core, modules.core, core_state, reads, q, k, v, given.added)
     dropped = before(state)
     operand = proj_gemm.input.quantize(out.reshape(-1, out.shape[-2] * out.shape[-1]), transpose=plan.proj.needs[1])
-    if reads.kept is not None:
-        y = fprop(operand, proj_w, None, plan.proj.dtype, proj_gemm.how)
-        h = added(y, given.proj_bias, residual, plan.p, state, reads.kept, plan.shape)
-    elif plan.adds:
-        h = fprop_residual(operand, proj_w, given.proj_bias, residual, (plan.p, state), plan.proj.dtype, proj_gemm.how)
+    if plan.adds:
+        drop = Dropout(plan.p, state, reads.kept)
+        h = fprop_residual(operand, proj_w, given.proj_bias, residual, drop, plan.proj.dtype, proj_gemm.how)
     else:
         h = fprop(operand, proj_w, given.proj_bias, plan.proj.dtype, proj_gemm.how)
     h = whole(h, plan.shape)
@@ -244,7 +242,7 @@ def backward(plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor
     """The gradients of `Given`; `norm_grads`: of norm(x), if it is a second result."""
     modules, reads = modules_of(plan, context), Reads.of(context.reads)
     grad = rows_of(grad)
-    inner = before_dropped(grad, plan.p, saved.dropped, reads.kept, plan.shape)
+    inner = before_dropped(grad, plan.p, saved.dropped, reads.kept)
     context_grad, *proj_grads = linear.backward(plan.proj, modules.proj, saved.proj, inner)
     if context_grad is None:
         return Given(None, None, None, None, None, *proj_grads)[: len(plan.needs)]

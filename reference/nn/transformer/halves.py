@@ -24,13 +24,14 @@ from reference.nn.attentions.multihead_attention import MultiheadAttention
 from reference.nn.core.autograd import differentiable, wanted
 from reference.nn.core.compiled import before
 from reference.nn.core.context import BlockContext
-from reference.nn.core.dropout import DropPath, added, before_dropped
+from reference.nn.core.dropout import DropPath, before_dropped
 from reference.nn.core.parameters import named
 from reference.nn.layers import layernorm_mlp
 from reference.nn.layers.layernorm_mlp import LayerNormMLP, mlp_plan
 from reference.ops.library import twin
 from reference.ops.random.dropout import state_or_none
-from reference.recipes.quantized import fprop, fprop_residual, rows_of
+from reference.recipes import quantized
+from reference.recipes.quantized import fprop_residual, rows_of
 from reference.support.nested import Tensors
 
 SMALL = 1 << 27  # elements of parameters and activations together, about 30 for each element of x
@@ -69,18 +70,15 @@ def mlp_forward(
     tensors = (rows, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight)
     a, w2, normed, saved = layernorm_mlp.hidden_forward(plan.mlp, mlp, *tensors)
     residual = normed if plan.mlp.returns_norm else rows
-    if kept is None:
-        y = fprop_residual(a, w2, fc2_bias, residual, (plan.p, state), plan.mlp.dtype, mlp.gemms["fc2"].how)
-    else:
-        y = fprop(a, w2, None, plan.mlp.dtype, mlp.gemms["fc2"].how)
-        y = added(y, fc2_bias, residual, plan.p, state, kept, plan.shape)
+    drop = quantized.Dropout(plan.p, state, kept)
+    y = fprop_residual(a, w2, fc2_bias, residual, drop, plan.mlp.dtype, mlp.gemms["fc2"].how)
     return whole(y, plan.shape), MLPSaved(saved, dropped)
 
 
 def mlp_backward(plan: MLPPlan, context: BlockContext, saved: MLPSaved, grad: torch.Tensor) -> Tensors:
     grad = rows_of(grad)
     kept = Reads.of(context.reads).mlp_kept
-    inner = before_dropped(grad, plan.p, saved.dropped, kept, plan.shape)
+    inner = before_dropped(grad, plan.p, saved.dropped, kept)
     # If the residual is the norm's output, its gradient is added to that of the norm's output.
     norm_grad = (grad,) if plan.mlp.returns_norm else ()
     residual_grad = grad if plan.needs[0] and not plan.mlp.returns_norm else None
@@ -167,10 +165,7 @@ def both_forward(
     h, saved_attention = attention_block.forward(plan.attention, _undropped(first), x, *own[:count])
     y, saved_mlp = layernorm_mlp.forward(plan.mlp.mlp, second.modules[0], rows, *own[count:])
     both = twin.bias_dropout_add(y, None, rows_of(h), 0.0, state_or_none(None, rows))
-    if kept is None:
-        out = twin.bias_dropout_add(both, None, rows, plan.p, state_or_none(state, rows))
-    else:
-        out = added(both, None, rows, plan.p, state, kept, x.shape)
+    out = twin.bias_dropout_add(both, None, rows, plan.p, state_or_none(state, rows), kept)
     return whole(out, x.shape), BothSaved(saved_attention, saved_mlp, dropped)
 
 
@@ -178,7 +173,7 @@ def both_backward(plan: BothPlan, context: BlockContext, saved: BothSaved, grad:
     first, second = _halves(context)
     shape, grad = grad.shape, rows_of(grad)
     kept = Reads.of(context.reads).kept
-    inner = before_dropped(grad, plan.p, saved.dropped, kept, shape)
+    inner = before_dropped(grad, plan.p, saved.dropped, kept)
     dx_mlp, *mlp_grads = layernorm_mlp.backward(plan.mlp.mlp, second.modules[0], saved.mlp, inner)
     dx, *grads = attention_block.backward(plan.attention, _undropped(first), saved.attention, whole(inner, shape))
     if dx is not None and dx_mlp is not None:

@@ -397,10 +397,9 @@ class TransformerLayer(OfTransformerLayer, TensorGroup, ContextGroup, DeviceDefa
         y, bias, *norm = results
         if self.apply_residual_connection_post_layernorm and normed:
             residual = norm[0]
-        if drops_path and self.drop_path is not None and self.training:
-            y = self.drop_path(bias_dropout_add(y, bias, None, *dropout))
-            return bias_dropout_add(y, None, residual, 0.0, None)  # an op: a compiler would add what is not rounded yet
-        return bias_dropout_add(y, bias, residual, *dropout)
+        drop_path = self.drop_path if drops_path and self.training else None
+        kept = None if drop_path is None else drop_path.kept(y.shape[0], y.device)
+        return bias_dropout_add(y, bias, residual, *dropout, kept)
 
 
 _DEFAULTS = defaults_of(

@@ -217,6 +217,7 @@ FUSED: dict[str, dict[str, Any]] = {
     "qk-norm before": {"qk_norm": "L2Normalization", "rotary": False, "before_rope": True},
     "recomputed in fp8": {"recipe": "fp8 attention", "recomputes": True},
     "no norm": {"norm": "none"},
+    "stochastic depth": {"depth": 0.3},
 }
 PLAIN: dict[str, Any] = {
     "seed": 0, "layout": "sbhd", "recipe": "delayed", "mask": "causal", "lengths": False, "bias": "no_bias",
