@@ -196,7 +196,7 @@ def fprop_residual(
 ) -> torch.Tensor:
     """residual + dropout(x·wᵀ + bias) `[tokens, out]`, rounded as by `twin::bias_dropout_add`."""
     rest = (dropout.p, state_or_none(dropout.state, residual))
-    bias = gemm_bias(x.row, w.row, bias, out_dtype)
+    bias = None if bias is None else as_dtype(bias, out_dtype)
     fused = PRODUCTS[x.row.layout, w.row.layout].residual
     if fused is not None and how.fprop == "fast" and dropout.kept is None:
         return fused(x.row, w.row, bias, residual, out_dtype, *rest)

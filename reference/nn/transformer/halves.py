@@ -4,7 +4,11 @@
 
 r is x (or h), or with `apply_residual_connection_post_layernorm` its norm. The first half is in
 `reference.nn.attentions.attention_block`, the second here. `TransformerLayer`, which checks all arguments first, runs
-the modules one by one instead where a part is observed or replaced (`uses_default_forward`), and in fp32.
+the modules one by one instead where a part is observed or replaced (`uses_default_forward`).
+
+In fp32 attention is PyTorch's own, outside the bit contract and differentiated by PyTorch. So the first half is two
+pairs of functions there, before attention and after it (`reference.nn.attentions.attention_around`), and parallel
+halves are two modules and a sum. So it is with cuDNN's attention where its heads are grouped or it is recomputed.
 
 A small layer runs both halves as one pair (`is_small`). That halves the host's calls, which such a layer waits for, but
 what the first half saves then lives until the second is through.
@@ -18,7 +22,7 @@ from reference.memory.recompute import Run
 from reference.nn.attentions import attention_block
 from reference.nn.attentions.attention_block import whole
 from reference.nn.attentions.attention_options import Options
-from reference.nn.attentions.attention_prepared import Dropout, is_block, prepared, uses_default_forward
+from reference.nn.attentions.attention_prepared import Dropout, is_block, prepared, run_block, uses_default_forward
 from reference.nn.attentions.attention_reads import NO_READS, Reads
 from reference.nn.attentions.multihead_attention import MultiheadAttention
 from reference.nn.core.autograd import differentiable, wanted
@@ -191,12 +195,12 @@ def is_mlp_block(mlp: Any, residual_is_norm: bool) -> bool:
     )
 
 
-def is_attention_block(module: Any, residual_is_norm: bool, recomputes: bool) -> bool:
-    """Whether the attention half of a layer in 16 bits runs as a block, with its residual."""
+def is_attention_block(module: Any, residual_is_norm: bool) -> bool:
+    """Whether the attention half of a layer runs as a block, with its residual."""
     return (
         uses_default_forward(module, MultiheadAttention)
         and module.return_layernorm_output == residual_is_norm
-        and is_block(module, torch.bfloat16, recomputes)
+        and is_block(module)
     )
 
 
@@ -242,8 +246,8 @@ def mlp_block(
 
 def run_attention(module: Any, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
     """h of x `[s, b, hidden]`, `[b, s, hidden]` or `[t, hidden]`; `arguments` are those of `prepared` after x."""
-    plan, context, tensors = prepared(module, x.dtype, x, *arguments)
-    return differentiable(attention_block.forward, attention_block.backward, plan, context, *tensors)
+    h: torch.Tensor = run_block(module, x.dtype, x, *arguments)
+    return h
 
 
 def run_layer(
