@@ -194,7 +194,7 @@ def _following(forward: Any, plan: Any, context: Any, x: Any) -> Any:
         return None
     mlp, first, trains = layer.layernorm_mlp, context.modules[0], any(plan.needs)
     is_first = True if first._is_first else first.is_first_microbatch
-    if x.dtype == torch.float32 or not halves.is_mlp_block(mlp, layer.apply_residual_connection_post_layernorm):
+    if not halves.is_mlp_block(mlp, layer.apply_residual_connection_post_layernorm):
         return None
     with torch.set_grad_enabled(trains):
         dropout = (layer.hidden_dropout if layer.training else 0.0, layer.generator)

@@ -194,25 +194,30 @@ def fprop(
     return stacked([fprop(x, Quantized(one, None), its_bias, out_dtype, how) for one, its_bias in parts], 1)
 
 
+class Dropout(NamedTuple):
+    """p, rng_state and kept of `twin::bias_dropout_add`."""
+
+    p: float = 0.0
+    state: torch.Tensor | None = None
+    kept: torch.Tensor | None = None
+
+
 def fprop_residual(
     x: Quantized,
     w: Quantized,
     bias: torch.Tensor | None,
     residual: torch.Tensor,
-    dropout: tuple[float, torch.Tensor | None],
+    dropout: Dropout,
     out_dtype: torch.dtype,
     how: Accumulation,
 ) -> torch.Tensor:
-    """residual + dropout(x·wᵀ + bias) `[tokens, out]`, rounded as by `twin::bias_dropout_add`.
-
-    `dropout` is (p, rng_state).
-    """
-    rest = (dropout[0], state_or_none(dropout[1], residual))
-    bias = gemm_bias(x.row, w.row, bias, out_dtype)
+    """residual + dropout(x·wᵀ + bias) `[tokens, out]`, rounded as by `twin::bias_dropout_add`."""
+    rest = (dropout.p, state_or_none(dropout.state, residual))
+    bias = None if bias is None else as_dtype(bias, out_dtype)
     fused = products(x.row, w.row).residual
-    if fused is not None and how.fprop == "fast":
+    if fused is not None and how.fprop == "fast" and dropout.kept is None:
         return fused(x.row, w.row, bias, residual, out_dtype, *rest)
-    return twin.bias_dropout_add(fprop(x, w, None, out_dtype, how), bias, residual, *rest)
+    return twin.bias_dropout_add(fprop(x, w, None, out_dtype, how), bias, residual, *rest, dropout.kept)
 
 
 def dgrad(g: Quantized, w: Operand | Stacked | None, out_dtype: torch.dtype, how: Accumulation) -> torch.Tensor:

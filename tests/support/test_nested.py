@@ -91,7 +91,7 @@ def test_a_layout_brings_its_own_gemms(monkeypatch: Any) -> None:
     assert_same_bits(*sums)
     residual = torch.randn(6, 8).bfloat16()
     assert_same_bits(
-        *(quantized.fprop_residual(a, b, bias, residual, (0.0, None), bf16, how) for a, b, _ in (toy, plain))
+        *(quantized.fprop_residual(a, b, bias, residual, quantized.Dropout(), bf16, how) for a, b, _ in (toy, plain))
     )
 
 

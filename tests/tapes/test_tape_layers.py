@@ -128,6 +128,8 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "qk-norm before": ({"qk_norm_type": "L2Normalization", "qk_norm_before_rope": True}, ANGLES),
     "no norm": ({"output_layernorm": True}, {}),
     "parallel": ({"parallel_attention_mlp": True}, {}),
+    "stochastic depth": ({"drop_path_rate": 0.3, "attn_input_format": "bshd", "shape": (2, 40)}, {}),
+    "stochastic depth, parallel": ({"drop_path_rate": 0.3, "parallel_attention_mlp": True}, {}),
     "fp8 attention": ({"recipe": te.DelayedScaling(fp8_dpa=True)}, {}),
 }
 

@@ -1,15 +1,19 @@
-// out = round(round(keep ? round(x + bias) scale : 0) + residual), element by element; each part may be absent.
-// `backward`: what is dropped is |x| 0, NaN where x, a gradient, is not finite.
+// out = round(round(m round(keep ? round(x + bias) scale : 0)) + residual), element by element; each part may be absent.
+// `backward`: m comes first, and what is dropped is |x| 0, NaN where x, a gradient, is not finite.
 //
 // Definition, the mask included: reference/ops/random/dropout.py. x, residual, out [rows, hidden], bias [hidden], of one type.
 // A thread takes 8 consecutive elements, which share one Philox counter.
 //
 // `advance` adds 1 to a generator's offset; it is launched after the kernel that has read the state.
 //
-// Defines: WIDE (0 fp32, 1 bf16, 2 fp16).
+// Defines: WIDE (0 fp32, 1 bf16, 2 fp16), DEPTH (0 | 1: m, of stochastic depth).
 #include "common/philox.cuh"
 #include "common/wide.cuh"
 #include "common/wide_store.cuh"
+
+#ifndef DEPTH
+#define DEPTH 0
+#endif
 
 using namespace twin;
 
@@ -35,11 +39,33 @@ __device__ __forceinline__ void store(wide_t* out, const Values& eight, long lon
         store_elements(out + at, eight.value, end - at);
 }
 
+#if DEPTH
+// m of each element's entry, times the element. An entry is `per_entry` consecutive elements.
+__device__ __forceinline__ void times_kept(Values& t, const float* m, long long per_entry, long long at,
+                                           long long end) {
+    long long entry = end >> 32 ? at / per_entry : static_cast<unsigned>(at) / static_cast<unsigned>(per_entry);
+    long long within = at - entry * per_entry;
+#pragma unroll
+    for (int i = 0; i < kElements; i++) {
+        if (at + i < end) t.value[i] = widen(narrow(__fmul_rn(t.value[i], m[entry])));
+        if (++within == per_entry) {
+            within = 0;
+            entry++;
+        }
+    }
+}
+#endif
+
 // `aligned`: every pointer is at a multiple of 16 bytes. The bias is loaded whole if hidden % 8 == 0 as well.
 extern "C" __global__ void __launch_bounds__(256)
     bias_dropout_add(const wide_t* x, const wide_t* bias, const wide_t* residual, wide_t* out, long long count,
                      int hidden, unsigned threshold, float scale, const unsigned long long* rng_state, int aligned,
-                     int backward) {
+                     int backward
+#if DEPTH
+                     ,
+                     const float* m, long long per_entry
+#endif
+    ) {
     const long long at = (static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x) * kElements;
     if (at >= count) return;
     const bool whole = aligned && at + kElements <= count;
@@ -61,6 +87,9 @@ extern "C" __global__ void __launch_bounds__(256)
             }
         }
     }
+#if DEPTH
+    if (backward) times_kept(t, m, per_entry, at, count);
+#endif
     if (threshold > 0) {
         unsigned words[4];
         philox(words, read_state(rng_state), at / kElements);
@@ -71,6 +100,9 @@ extern "C" __global__ void __launch_bounds__(256)
             t.value[i] = kept(words[i / 2], i % 2, threshold) ? scaled : nothing;
         }
     }
+#if DEPTH
+    if (!backward) times_kept(t, m, per_entry, at, count);
+#endif
     if (residual != nullptr) {
 #pragma unroll
         for (int i = 0; i < kElements; i++) t.value[i] = t.value[i] + other.value[i];

@@ -13,7 +13,8 @@ from reference.ops.random.dropout import bias_dropout_add_outputs, dropout_backw
 _THREADS = 256
 _ELEMENTS = 8  # that a thread computes
 _kernels = {dtype: launch.function("dropout", "bias_dropout_add", {"WIDE": wide}) for dtype, wide in WIDE.items()}
-CONFIGURATIONS = [one.configuration for one in _kernels.values()]
+_deep = {t: launch.function("dropout", "bias_dropout_add", {"WIDE": wide, "DEPTH": 1}) for t, wide in WIDE.items()}
+CONFIGURATIONS = [one.configuration for one in (*_kernels.values(), *_deep.values())]
 _advance = launch.function("dropout", "advance", {"WIDE": 1})
 
 
@@ -29,6 +30,7 @@ def run(
     residual: torch.Tensor | None,
     p: float,
     rng_state: torch.Tensor | None,
+    kept: torch.Tensor | None = None,
     backward: bool = False,
 ) -> torch.Tensor:
     """Launch the kernel on checked arguments. It writes `out`; the state is not advanced."""
@@ -39,17 +41,26 @@ def run(
     state = pointer(rng_state) if threshold(p) else 0
     vector = np.int32(all(address % 16 == 0 for address in pointers))
     args = (*pointers, *sizes, np.uint32(threshold(p)), np.float32(keep_scale(p)), state, vector, np.int32(backward))
+    kernels = _kernels
+    if kept is not None:
+        kernels, args = _deep, (*args, kept.data_ptr(), np.int64(x.numel() // kept.shape[0]))
     grid = (-(-x.numel() // (_THREADS * _ELEMENTS)),)
-    launch.launch(_kernels[x.dtype], grid, (_THREADS,), args, device=x.device.index)
+    launch.launch(kernels[x.dtype], grid, (_THREADS,), args, device=x.device.index)
     return out
 
 
 @on_cuda
 def bias_dropout_add(
-    x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, p: float, rng_state: torch.Tensor | None
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    p: float,
+    rng_state: torch.Tensor | None,
+    kept: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`x`, `residual` `[rows, hidden]`, `bias` `[hidden]` -> `[rows, hidden]`; advances `rng_state` where p > 0."""
-    out = run(bias_dropout_add_outputs(x, bias, residual, p, rng_state), x, bias, residual, p, rng_state)
+    given = (x, bias, residual, p, rng_state, kept)
+    out = run(bias_dropout_add_outputs(*given), *given)
     if threshold(p):
         assert rng_state is not None
         advance(rng_state)
@@ -57,6 +68,9 @@ def bias_dropout_add(
 
 
 @on_cuda
-def dropout_backward(grad: torch.Tensor, p: float, rng_state: torch.Tensor | None) -> torch.Tensor:
+def dropout_backward(
+    grad: torch.Tensor, p: float, rng_state: torch.Tensor | None, kept: torch.Tensor | None = None
+) -> torch.Tensor:
     """The gradient of dropout's input; `rng_state` is the state from before the forward."""
-    return run(dropout_backward_outputs(grad, p, rng_state), grad, None, None, p, rng_state, backward=True)
+    out = dropout_backward_outputs(grad, p, rng_state, kept)
+    return run(out, grad, None, None, p, rng_state, kept, backward=True)

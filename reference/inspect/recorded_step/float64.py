@@ -115,9 +115,15 @@ def _added(x: T, residual: T | None, p: float, rng_state: T | None) -> Results:
     return [x if residual is None else x + residual.double()]
 
 
-def _bias_dropout_add(x: T, bias: T | None, residual: T | None, p: float, rng_state: T | None) -> Results:
+def _times_kept(x: T, kept: T | None) -> T:
+    return x if kept is None or not x.numel() else (x.view(kept.shape[0], -1) * kept.double()[:, None]).view(x.shape)
+
+
+def _bias_dropout_add(
+    x: T, bias: T | None, residual: T | None, p: float, rng_state: T | None, kept: T | None = None
+) -> Results:
     x = x.double() if bias is None else x.double() + bias.double()
-    return _added(x, residual, p, rng_state)
+    return _added(_times_kept(_dropped(x, p, rng_state), kept), residual, 0.0, None)
 
 
 def _hidden(shape: tuple[int, int, int, int], options: Options) -> T:
@@ -222,7 +228,7 @@ OPS: dict[str, Callable[..., Results]] = {
         _gemm_fp8(a, b, sa, sb, bias), residual, p, state
     ),
     "bias_dropout_add": _bias_dropout_add,
-    "dropout_backward": lambda grad, p, state: [_dropped(grad.double(), p, state)],
+    "dropout_backward": lambda grad, p, state, kept=None: [_dropped(_times_kept(grad.double(), kept), p, state)],
     "attention": _attention,
     "attention_backward": _attention_backward,
 }

@@ -33,11 +33,11 @@ from reference.nn.attentions.head_norms import HeadNorms
 from reference.nn.attentions.heads import Heads
 from reference.nn.core.compiled import before
 from reference.nn.core.context import BlockContext, ModuleContext, WeightRequest, quantize_weights
-from reference.nn.core.dropout import added, before_dropped
+from reference.nn.core.dropout import before_dropped
 from reference.nn.layers import layernorm_linear, linear
 from reference.ops.library import twin
 from reference.ops.random.dropout import state_or_none
-from reference.recipes.quantized import Weight, fprop, fprop_residual, rows_of
+from reference.recipes.quantized import Dropout, Weight, fprop, fprop_residual, rows_of
 from reference.support.nested import Tensors
 
 
@@ -160,22 +160,57 @@ def forward(plan: Plan, context: BlockContext, *tensors: Any) -> tuple[Any, Any]
     """h `[..., hidden]` of x `[..., hidden]`; without a residual also norm(x) `[tokens, hidden]`, if it is returned."""
     given, modules = Given(*tensors), modules_of(plan, context)
     (state, core_state), reads = context.random, Reads.of(context.reads)
-    first, proj, proj_gemm = modules.first, modules.proj, modules.proj.gemm
+    first, proj = modules.first, modules.proj
     requests = [
         WeightRequest(first, first.gemm, given.weight, wants_input(plan.first)),
-        WeightRequest(proj, proj_gemm, given.proj_weight, plan.proj.needs[0]),
+        WeightRequest(proj, proj.gemm, given.proj_weight, plan.proj.needs[0]),
     ]
     if plan.key_value is not None:
         of_kv = modules.key_value
         requests.append(WeightRequest(of_kv, of_kv.gemm, given.key_value_weight, plan.key_value.needs[0]))
     w, proj_w, *more = quantize_weights(*requests)
+    of_kv = (modules.key_value, more[0]) if more else None
+    (q, k, v), residual, saved = project_in(plan, first, of_kv, reads, given, w)
+    out, attended, kept = core_pair.attend(plan.core, modules.core, core_state, reads, q, k, v, given.added)
+    h, saved_proj, dropped = project_out(plan, proj, state, reads, out, proj_w, given.proj_bias, residual)
+    results = h if plan.adds or not plan.returns_norm else (h, residual)
+    if plan.core.cached is not None:
+        return results, ()
+    mixed, joined = saved.mixed, saved.joined
+    q, k, v = kept
+    if plan.core.gathers or modules.core is not None:
+        mixed = joined = None
+    else:
+        v = None
+        if plan.rotary is None and plan.norms is None:
+            q = k = None
+    saved_core = core_pair.Saved(q, k, v, attended.state if plan.core.recomputes else attended, given.added)
+    return results, Saved(saved.first, saved_proj, dropped, mixed, joined, saved.key_value, saved.norms, saved_core)
+
+
+class SavedIn(NamedTuple):
+    """Of `project_in`; as in `Saved`."""
+
+    first: layernorm_linear.Saved | linear.Saved
     mixed: Any
+    joined: Any
+    key_value: Any
+    norms: Any
+
+
+def project_in(
+    plan: Plan, first: ModuleContext, key_value: tuple[ModuleContext, Weight] | None, reads: Reads, given: Given, w: Any
+) -> tuple[tuple[Any, Any, Any], torch.Tensor, SavedIn]:
+    """q, k and v as attention reads them, the residual (or the norm's output, if that is returned), what is saved.
+
+    `w`: the first projection's weight; `key_value`: the context of the one of k and v and its weight.
+    """
     mixed, residual, saved_first = _projected(plan, first, given, w)
     joined: Any = None
     saved_kv: linear.Saved | None = None
-    if plan.key_value is not None:
-        of_source = (rows_of(given.source), more[0], given.key_value_bias)
-        joined, saved_kv = linear.forward(plan.key_value, modules.key_value, *of_source)
+    if key_value is not None and plan.key_value is not None:
+        of_source = (rows_of(given.source), key_value[1], given.key_value_bias)
+        joined, saved_kv = linear.forward(plan.key_value, key_value[0], *of_source)
     q: Any
     k: Any
     v: Any
@@ -188,30 +223,30 @@ def forward(plan: Plan, context: BlockContext, *tensors: Any) -> tuple[Any, Any]
         q, k = plan.turned(q, reads.angles_q, reads, False), plan.turned(k, reads.angles_k, reads, False)
     if norms is not None and not norms.before_rope:
         q, k, saved_norms = head_norms.forward(norms, given.of_norms, reads.head_gamma, q, k)
-    out, attended, kept = core_pair.attend(plan.core, modules.core, core_state, reads, q, k, v, given.added)
-    dropped = before(state)
-    operand = proj_gemm.input.quantize(out.reshape(-1, out.shape[-2] * out.shape[-1]), transpose=plan.proj.needs[1])
-    if reads.kept is not None:
-        y = fprop(operand, proj_w, None, plan.proj.dtype, proj_gemm.how)
-        h = added(y, given.proj_bias, residual, plan.p, state, reads.kept, plan.shape)
-    elif plan.adds:
-        h = fprop_residual(operand, proj_w, given.proj_bias, residual, (plan.p, state), plan.proj.dtype, proj_gemm.how)
+    return (q, k, v), residual, SavedIn(saved_first, mixed, joined, saved_kv, saved_norms)
+
+
+def project_out(
+    plan: Plan,
+    proj: ModuleContext,
+    state: torch.Tensor | None,
+    reads: Reads,
+    out: torch.Tensor,
+    w: Any,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+) -> tuple[torch.Tensor, linear.Saved, torch.Tensor | None]:
+    """h of attention's result `[.., heads, channels]`, what the projection saves, the random state from before.
+
+    Without `plan.adds` the residual is not read.
+    """
+    gemm, dtype, dropped = proj.gemm, plan.proj.dtype, before(state)
+    operand = gemm.input.quantize(out.reshape(-1, out.shape[-2] * out.shape[-1]), transpose=plan.proj.needs[1])
+    if plan.adds and residual is not None:
+        h = fprop_residual(operand, w, bias, residual, Dropout(plan.p, state, reads.kept), dtype, gemm.how)
     else:
-        h = fprop(operand, proj_w, given.proj_bias, plan.proj.dtype, proj_gemm.how)
-    h = whole(h, plan.shape)
-    results = h if plan.adds or not plan.returns_norm else (h, residual)
-    if plan.core.cached is not None:
-        return results, ()
-    saved_proj = linear.Saved(operand.column, proj_w.column)
-    q, k, v = kept
-    if plan.core.gathers or modules.core is not None:
-        mixed = joined = None
-    else:
-        v = None
-        if plan.rotary is None and norms is None:
-            q = k = None
-    saved_core = core_pair.Saved(q, k, v, attended.state if plan.core.recomputes else attended, given.added)
-    return results, Saved(saved_first, saved_proj, dropped, mixed, joined, saved_kv, saved_norms, saved_core)
+        h = fprop(operand, w, bias, dtype, gemm.how)
+    return whole(h, plan.shape), linear.Saved(operand.column, w.column), dropped
 
 
 def wants_input(plan: layernorm_linear.Plan | linear.Plan) -> bool:
@@ -244,17 +279,39 @@ def backward(plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor
     """The gradients of `Given`; `norm_grads`: of norm(x), if it is a second result."""
     modules, reads = modules_of(plan, context), Reads.of(context.reads)
     grad = rows_of(grad)
-    inner = before_dropped(grad, plan.p, saved.dropped, reads.kept, plan.shape)
+    inner = before_dropped(grad, plan.p, saved.dropped, reads.kept)
     context_grad, *proj_grads = linear.backward(plan.proj, modules.proj, saved.proj, inner)
     if context_grad is None:
         return Given(None, None, None, None, None, *proj_grads)[: len(plan.needs)]
-    core, norms = saved.core, plan.norms
+    core = saved.core
     if saved.mixed is not None:
         q, k, v = split(plan, saved.mixed, saved.joined)
         q, k = q if core.q is None else core.q, k if core.k is None else core.k
         core = core_pair.Saved(q, k, v, core.attended, core.added)
     by_head = context_grad.view(*plan.shape[:-1], plan.core.heads, plan.heads.channels)
     dq, dk, dv, dadded = core_pair.attend_backward(plan.core, reads, core, modules.core, by_head)
+    past = grad if plan.adds else None
+    of_saved = SavedIn(saved.first, None, None, saved.key_value, saved.norms)
+    grads = project_in_backward(plan, modules.first, modules.key_value, reads, of_saved, (dq, dk, dv), past, norm_grads)
+    return grads._replace(proj_weight=proj_grads[0], proj_bias=proj_grads[1], added=dadded)[: len(plan.needs)]
+
+
+def project_in_backward(
+    plan: Plan,
+    first: ModuleContext,
+    key_value: Any,
+    reads: Reads,
+    saved: SavedIn,
+    grads: tuple[Any, Any, Any],
+    past: torch.Tensor | None,
+    norm_grads: Any,
+) -> Given:
+    """The gradients of all but the projection after attention and what is added; `mixed` and `joined` are not read.
+
+    `grads`: of q, k and v; `past`: the gradient that reaches the residual; `norm_grads`: of norm(x), if it is returned.
+    """
+    dq, dk, dv = grads
+    norms = plan.norms
     of_norms: Any = (None,) * 4
     if norms is not None and not norms.before_rope:
         dq, dk, *of_norms = head_norms.backward(norms, saved.norms, dq, dk)
@@ -263,13 +320,14 @@ def backward(plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor
     if norms is not None and norms.before_rope:
         dq, dk, *of_norms = head_norms.backward(norms, saved.norms, dq, dk)
     pieces = [t.reshape(-1, t.shape[-2] * t.shape[-1]) for t in (dq, dk, dv)]
-    of_kv: Tensors = (None, None, None)
+    of_x: Any
+    of_kv: Any = (None, None, None)
     if plan.key_value is not None:
         of_query, *of_joined = pieces
-        of_kv = _key_value_grads(plan, plan.key_value, modules.key_value, saved.key_value, of_joined)
+        of_kv = _key_value_grads(plan, plan.key_value, key_value, saved.key_value, of_joined)
         pieces = [of_query]
-    of_x = _first_grads(plan, modules.first, saved.first, pieces, grad if plan.adds else None, norm_grads)
-    return (*of_x, *proj_grads, *of_kv, dadded, *of_norms)[: len(plan.needs)]
+    of_x = _first_grads(plan, first, saved.first, pieces, past, norm_grads)
+    return Given(*[*of_x, None, None, *of_kv, None, *of_norms])
 
 
 def _first_grads(

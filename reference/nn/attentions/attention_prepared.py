@@ -7,7 +7,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from reference.arguments import MASK_TYPES
 from reference.memory.recompute import Run
-from reference.nn.attentions import head_norms
+from reference.nn.attentions import attention_around, attention_block, head_norms
 from reference.nn.attentions.apply_rotary import angles_of
 from reference.nn.attentions.attention_block import Plan
 from reference.nn.attentions.attention_options import NO_OPTIONS, Options
@@ -18,7 +18,7 @@ from reference.nn.attentions.core_pair import Plan as CorePairPlan
 from reference.nn.attentions.dot_product_attention import DotProductAttention
 from reference.nn.attentions.inference_step import Cached
 from reference.nn.attentions.packing import positions_of
-from reference.nn.core.autograd import wanted
+from reference.nn.core.autograd import differentiable, wanted
 from reference.nn.core.checks import Shape, Window
 from reference.nn.core.context import BlockContext
 from reference.nn.core.dropout import DropPath, Generator
@@ -51,14 +51,11 @@ def norm_class(norm: torch.nn.Module) -> type[torch.nn.Module]:
     return L2Normalization if isinstance(norm, L2Normalization) else LayerNorm
 
 
-def is_block(module: Any, dtype: torch.dtype, recomputes: bool) -> bool:
-    """Whether a `MultiheadAttention` runs as a block; if not, because a part is observed or replaced, its parts do.
-
-    PyTorch's attention in fp32, and on cuDNN with grouped heads or recomputed, is differentiated by PyTorch itself.
-    """
+def is_block(module: Any) -> bool:
+    """Whether a `MultiheadAttention` runs as a block; if not, because a part is observed or replaced, its parts do."""
     modules = module._modules
     first, core, proj = modules[module._first_name], modules["core_attention"], modules["proj"]
-    if dtype == torch.float32 or not uses_default_forward(core, DotProductAttention):
+    if not uses_default_forward(core, DotProductAttention):
         return False
     for one in (proj,) if module.attention_type == "self" else (proj, modules["key_value"]):
         settings = (one.own_recipe is first.own_recipe, one.in_high_precision == first.in_high_precision)
@@ -71,8 +68,7 @@ def is_block(module: Any, dtype: torch.dtype, recomputes: bool) -> bool:
         fits = uses_default_forward(first, Linear)
     if module.q_norm is not None:
         fits = fits and all(uses_default_forward(one, norm_class(one)) for one in (module.q_norm, module.k_norm))
-    is_cudnn = core.attention_backend == "cudnn"
-    return fits and not (is_cudnn and (recomputes or module.num_gqa_groups != module.num_attention_heads))
+    return fits
 
 
 def prepared(
@@ -93,17 +89,20 @@ def prepared(
 ) -> tuple[Plan, BlockContext, tuple[Any, ...]]:
     """Of a forward whose arguments are checked; the tensors are those of `Given`, as far as there are any.
 
-    Without `dropout` no residual is added, either. `dtype`: T. `run` is None where nobody has asked yet.
+    Without `dropout` no residual is added, either. `dtype`: T. `run` is None where nobody has asked yet. Where PyTorch
+    differentiates attention (`attention_around.by_torch`) the plan is for `attention_around.run`.
     """
     modules = module._modules
     first, core, proj = modules[module._first_name], modules["core_attention"], modules["proj"]
     crosses, has_norm, layout = source is not None, module.input_layernorm, module.qkv_format
     contexts = [first.context(dtype, is_first_microbatch, run)]
     core_plan: CorePlan = core.core_plan(mask_type, module.window_size if window is None else window)
-    fp8 = context_of(core, dtype, x.device, run)
-    call, cached = _called(module, core_plan, x, source, mask, angles, options, fp8 is not None)
+    is_exact = dtype != torch.float32 and core.attention_backend == "exact"  # spares most layers the call
+    of_torch = not is_exact and attention_around.by_torch(module, dtype, recomputes)
+    fp8 = None if of_torch else context_of(core, dtype, x.device, run)
+    call, cached = _called(module, core_plan, x, source, mask, angles, options, of_torch or fp8 is not None)
     core_plan, reads, added, longest = call
-    core_state = core.random_state(x, core_plan)
+    core_state = None if of_torch else core.random_state(x, core_plan)
     contexts.append(proj.context(dtype, is_first_microbatch, run))
     norms = None
     of_norms: Tensors = ()
@@ -158,6 +157,27 @@ def prepared(
     state = None if generator is None or p == 0 else generator.take()  # not inside the pair: a compiler cannot trace it
     context = BlockContext(tuple(contexts), (state, core_state), () if reads is NO_READS else reads)
     return plan, context, tensors
+
+
+def run_block(
+    module: Any,
+    dtype: torch.dtype,
+    x: torch.Tensor,
+    mask: Mask,
+    mask_type: str,
+    dropout: Dropout | None,
+    is_first_microbatch: bool | None,
+    source: torch.Tensor | None,
+    angles: Angles,
+    recomputes: bool,
+    *rest: Any,
+) -> Any:
+    """h of x, with `norm(x)` as a second result where it is returned; arguments of `prepared`."""
+    given = (x, mask, mask_type, dropout, is_first_microbatch, source, angles, recomputes, *rest)
+    plan, context, tensors = prepared(module, dtype, *given)
+    if attention_around.by_torch(module, dtype, recomputes):
+        return attention_around.run(module._modules["core_attention"], plan, context, tensors, recomputes)
+    return differentiable(attention_block.forward, attention_block.backward, plan, context, *tensors)
 
 
 def _called(

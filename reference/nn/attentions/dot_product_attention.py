@@ -281,7 +281,7 @@ class DotProductAttention(OfCoreAttention, ContextGroup, FP8Attention):
         else:
             call = call_of(self, core, mask, options, shape, x, by_torch or fp8 is not None, tokens)
         if by_torch:
-            return self._attend_by_torch(call, cached, layout, checkpoint_core_attention, *given)
+            return self.attend_by_torch(call, cached, layout, checkpoint_core_attention, *given)
         tensors = given if call.added is None else (*given, call.added)
         recomputes = checkpoint_core_attention and fp8 is None and not torch.compiler.is_compiling()
         settings: Any = (recomputes, self.return_max_logit, None if fp8 is None else fp8.key, cached, call.longest)
@@ -293,7 +293,7 @@ class DotProductAttention(OfCoreAttention, ContextGroup, FP8Attention):
         out, m, inv = results
         return out, max_logit(m, inv, out.dtype)
 
-    def _attend_by_torch(
+    def attend_by_torch(
         self, call: Call, cached: Cached | None, layout: str, recomputes: bool, *given: torch.Tensor
     ) -> torch.Tensor:
         """PyTorch's own attention, in fp32 or on cuDNN: under its autograd, outside the bit contract."""

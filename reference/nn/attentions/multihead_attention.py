@@ -11,11 +11,10 @@ import torch
 
 from reference.arguments import MASK_TYPES, check_arguments
 from reference.memory.recompute import current_run
-from reference.nn.attentions import attention_block
 from reference.nn.attentions.apply_rotary import rotated
 from reference.nn.attentions.attention_lengths import with_longest
 from reference.nn.attentions.attention_options import NO_OPTIONS, Options, defaults_of
-from reference.nn.attentions.attention_prepared import is_block, prepared
+from reference.nn.attentions.attention_prepared import is_block, run_block
 from reference.nn.attentions.core_attention import Mask
 from reference.nn.attentions.dot_product_attention import DotProductAttention
 from reference.nn.attentions.heads import Heads, SplitPlan, split_backward, split_forward
@@ -269,12 +268,9 @@ class MultiheadAttention(OfAttention, TensorGroup, ContextGroup, DeviceDefault, 
             checks.check_fp8_sizes(*self._modules.values())
         returns_norm = self.return_layernorm_output and self.input_layernorm
         dtype = checks.activation_dtype(hidden_states)
-        if is_block(self, dtype, checkpoint_core_attention):
-            more: dict[str, Any] = {"source": encoder_output, "angles": rotary_pos_emb, "window": window}
-            more |= {"recomputes": checkpoint_core_attention, "options": options, "run": run}
-            first_ones = (hidden_states, attention_mask, kind, None, is_first_microbatch)
-            plan, context, tensors = prepared(self, dtype, *first_ones, **more)
-            found = differentiable(attention_block.forward, attention_block.backward, plan, context, *tensors)
+        if is_block(self):
+            of_block = (hidden_states, attention_mask, kind, None, is_first_microbatch, encoder_output, rotary_pos_emb)
+            found = run_block(self, dtype, *of_block, checkpoint_core_attention, window, options, None, run)
             return self._results(found, hidden_states.shape, dtype)
         first = getattr(self, self._first_name)(hidden_states, is_first_microbatch)
         mixed, *normed = first if returns_norm else (first,)

@@ -1,8 +1,9 @@
 """Random state of layers with dropout, bias + dropout + residual under autograd, and stochastic depth.
 
-y = T( residual + T( dropout( T( x + bias ) ) ) )       T: one rounding to x's dtype; order in
-`reference.ops.random.dropout` y = T( residual + T( m · T( dropout( T( x + bias ) ) ) ) )             with `DropPath`: m
-is 0 or fp32(1 / (1 − p))
+    y = T( residual + T( dropout( T( x + bias ) ) ) )
+    y = T( residual + T( m · T( dropout( T( x + bias ) ) ) ) )      with `DropPath`: m is 0 or fp32(1 / (1 − p))
+
+T: one rounding to x's dtype; order in `reference.ops.random.dropout`.
 """
 
 import contextlib
@@ -14,14 +15,13 @@ import torch
 
 from reference.memory import recompute
 from reference.memory.rng_tracker import CudaRNGStatesTracker
-from reference.nn.core.autograd import differentiable, rounded_gradient, wanted
+from reference.nn.core.autograd import differentiable, wanted
 from reference.nn.core.compiled import before, order
 from reference.nn.core.context import BlockContext
 from reference.nn.core.parameters import forked
 from reference.numbers import philox
 from reference.ops.library import twin
 from reference.ops.random.dropout import state_or_none
-from reference.recipes.quantized import as_dtype
 from reference.state import graph_seeds
 from reference.state.applied_device import byte_after
 from reference.state.threads import here
@@ -127,67 +127,49 @@ def drop_forward(
     plan: Plan, context: BlockContext, x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None
 ) -> tuple[torch.Tensor, Saved]:
     """y `[tokens, hidden]`."""
-    (state,) = context.random
+    (state,), (kept,) = context.random, context.reads
     state_before = before(state)
-    return twin.bias_dropout_add(x, bias, residual, plan.p, state_or_none(state, x)), Saved(state_before)
+    return twin.bias_dropout_add(x, bias, residual, plan.p, state_or_none(state, x), kept), Saved(state_before)
 
 
 def drop_backward(plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor) -> Tensors:
     """dx, db, dresidual."""
-    needs, grad = plan.needs, grad.contiguous()
-    dx = grad if plan.p == 0 else twin.dropout_backward(grad, plan.p, saved.state) if any(needs[:2]) else None
+    needs, grad, (kept,) = plan.needs, grad.contiguous(), context.reads
+    dx = before_dropped(grad, plan.p, saved.state, kept) if any(needs[:2]) else None
     return dx if needs[0] else None, twin.dbias(dx) if needs[1] else None, grad if needs[2] else None
 
 
 def bias_dropout_add(
-    x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, p: float, generator: Generator | None
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    p: float,
+    generator: Generator | None,
+    kept: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`residual + dropout(x + bias)` of `[..., hidden]`; without a generator, or with p = 0, nothing is dropped."""
+    """`residual + m · dropout(x + bias)` of `[..., hidden]`; without a generator, or with p = 0, no element is dropped.
+
+    `kept`: m of each of x's entries, as `DropPath.kept` gives it; None without stochastic depth.
+    """
     state = generator.take() if generator is not None and p > 0 else None
     flat = None if residual is None else residual.reshape(-1, x.shape[-1]).contiguous()
     tensors = (x.reshape(-1, x.shape[-1]).contiguous(), bias, flat)
     plan = Plan(wanted(*tensors), p if state is not None else 0.0)
-    return differentiable(drop_forward, drop_backward, plan, BlockContext(random=(state,)), *tensors).view(x.shape)
+    context = BlockContext(random=(state,), reads=(kept,))
+    return differentiable(drop_forward, drop_backward, plan, context, *tensors).view(x.shape)
 
 
-def times_kept(x: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
-    """T( m · x ) of x `[n, ...]` and m `[n]`; in a pair of functions it is also what the gradient becomes."""
-    return (x.float() * kept.view(-1, *[1] * (x.dim() - 1))).to(x.dtype)
-
-
-def added(
-    x: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor,
-    p: float,
-    state: torch.Tensor | None,
-    kept: torch.Tensor,
-    shape: torch.Size,
-) -> torch.Tensor:
-    """T( residual + T( m · T( dropout( T( x + bias ) ) ) ) ) of `[tokens, hidden]`; m is of the entries of `shape`."""
-    bias = None if bias is None else as_dtype(bias, x.dtype)
-    y = twin.bias_dropout_add(x, bias, None, p, state_or_none(state, x))
-    y = times_kept(y.view(shape), kept).view(x.shape)
-    return twin.bias_dropout_add(y, None, residual, 0.0, state_or_none(None, y))  # an op rounds under a compiler, too
-
-
-def before_dropped(
-    grad: torch.Tensor, p: float, state: torch.Tensor | None, kept: torch.Tensor | None, shape: torch.Size
-) -> torch.Tensor:
+def before_dropped(grad: torch.Tensor, p: float, state: torch.Tensor | None, kept: torch.Tensor | None) -> torch.Tensor:
     """The gradient `[tokens, hidden]` of x from that of a dropout that drew from `state`, and of stochastic depth."""
-    if kept is not None:
-        if torch.compiler.is_compiling():  # which would not round a sum of gradients
-            grad = twin.dropout_backward(grad, 0.0, None)
-        grad = times_kept(grad.view(shape), kept).view(grad.shape)
-    return twin.dropout_backward(grad, p, state) if p > 0 else grad
+    return twin.dropout_backward(grad, p, state, kept) if p > 0 or kept is not None else grad
 
 
 class DropPath(Unscripted, torch.nn.Module):
     """Stochastic depth: x's entries along its first dimension are dropped as a whole with probability p.
 
-    y = T( m · x ), a product of fp32 values; m is `twin::bias_dropout_add` of fp32 ones `[1, n]`, one for each of x's n
-    entries, so p is a multiple of 2^-16, and the words are those of Philox (`reference.ops.random.dropout`). Where m is
-    0, y is 0 · x: an infinity becomes NaN. The gradient is T( m · dy ).
+    y = T( m · x ), which `twin::bias_dropout_add` computes; m is that op's result of fp32 ones `[1, n]`, one for each
+    of x's n entries, so p is a multiple of 2^-16, and the words are those of Philox (`reference.ops.random.dropout`).
+    Where m is 0, y is 0 · x: an infinity becomes NaN. The gradient is T( m · dy ).
 
     Args:
         p: the probability.
@@ -214,7 +196,8 @@ class DropPath(Unscripted, torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x `[n, ...]` with some of its n entries dropped; the others are divided by 1 − p."""
-        return rounded_gradient(times_kept(x, self.kept(x.shape[0], x.device)))
+        rows = x if x.dim() > 1 else x.view(-1, 1)
+        return bias_dropout_add(rows, None, None, 0.0, None, self.kept(x.shape[0], x.device)).view(x.shape)
 
     def extra_repr(self) -> str:
         return f"p={self.p}"

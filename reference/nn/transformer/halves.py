@@ -4,7 +4,11 @@
 
 r is x (or h), or with `apply_residual_connection_post_layernorm` its norm. The first half is in
 `reference.nn.attentions.attention_block`, the second here. `TransformerLayer`, which checks all arguments first, runs
-the modules one by one instead where a part is observed or replaced (`uses_default_forward`), and in fp32.
+the modules one by one instead where a part is observed or replaced (`uses_default_forward`).
+
+In fp32 attention is PyTorch's own, outside the bit contract and differentiated by PyTorch. So the first half is two
+pairs of functions there, before attention and after it (`reference.nn.attentions.attention_around`), and parallel
+halves are two modules and a sum. So it is with cuDNN's attention where its heads are grouped or it is recomputed.
 
 A small layer runs both halves as one pair (`is_small`). That halves the host's calls, which such a layer waits for, but
 what the first half saves then lives until the second is through.
@@ -18,19 +22,20 @@ from reference.memory.recompute import Run
 from reference.nn.attentions import attention_block
 from reference.nn.attentions.attention_block import whole
 from reference.nn.attentions.attention_options import Options
-from reference.nn.attentions.attention_prepared import Dropout, is_block, prepared, uses_default_forward
+from reference.nn.attentions.attention_prepared import Dropout, is_block, prepared, run_block, uses_default_forward
 from reference.nn.attentions.attention_reads import NO_READS, Reads
 from reference.nn.attentions.multihead_attention import MultiheadAttention
 from reference.nn.core.autograd import differentiable, wanted
 from reference.nn.core.compiled import before
 from reference.nn.core.context import BlockContext
-from reference.nn.core.dropout import DropPath, added, before_dropped
+from reference.nn.core.dropout import DropPath, before_dropped
 from reference.nn.core.parameters import named
 from reference.nn.layers import layernorm_mlp
 from reference.nn.layers.layernorm_mlp import LayerNormMLP, mlp_plan
 from reference.ops.library import twin
 from reference.ops.random.dropout import state_or_none
-from reference.recipes.quantized import fprop, fprop_residual, rows_of
+from reference.recipes import quantized
+from reference.recipes.quantized import fprop_residual, rows_of
 from reference.support.nested import Tensors
 
 SMALL = 1 << 27  # elements of parameters and activations together, about 30 for each element of x
@@ -69,18 +74,15 @@ def mlp_forward(
     tensors = (rows, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight)
     a, w2, normed, saved = layernorm_mlp.hidden_forward(plan.mlp, mlp, *tensors)
     residual = normed if plan.mlp.returns_norm else rows
-    if kept is None:
-        y = fprop_residual(a, w2, fc2_bias, residual, (plan.p, state), plan.mlp.dtype, mlp.gemms["fc2"].how)
-    else:
-        y = fprop(a, w2, None, plan.mlp.dtype, mlp.gemms["fc2"].how)
-        y = added(y, fc2_bias, residual, plan.p, state, kept, plan.shape)
+    drop = quantized.Dropout(plan.p, state, kept)
+    y = fprop_residual(a, w2, fc2_bias, residual, drop, plan.mlp.dtype, mlp.gemms["fc2"].how)
     return whole(y, plan.shape), MLPSaved(saved, dropped)
 
 
 def mlp_backward(plan: MLPPlan, context: BlockContext, saved: MLPSaved, grad: torch.Tensor) -> Tensors:
     grad = rows_of(grad)
     kept = Reads.of(context.reads).mlp_kept
-    inner = before_dropped(grad, plan.p, saved.dropped, kept, plan.shape)
+    inner = before_dropped(grad, plan.p, saved.dropped, kept)
     # If the residual is the norm's output, its gradient is added to that of the norm's output.
     norm_grad = (grad,) if plan.mlp.returns_norm else ()
     residual_grad = grad if plan.needs[0] and not plan.mlp.returns_norm else None
@@ -167,10 +169,7 @@ def both_forward(
     h, saved_attention = attention_block.forward(plan.attention, _undropped(first), x, *own[:count])
     y, saved_mlp = layernorm_mlp.forward(plan.mlp.mlp, second.modules[0], rows, *own[count:])
     both = twin.bias_dropout_add(y, None, rows_of(h), 0.0, state_or_none(None, rows))
-    if kept is None:
-        out = twin.bias_dropout_add(both, None, rows, plan.p, state_or_none(state, rows))
-    else:
-        out = added(both, None, rows, plan.p, state, kept, x.shape)
+    out = twin.bias_dropout_add(both, None, rows, plan.p, state_or_none(state, rows), kept)
     return whole(out, x.shape), BothSaved(saved_attention, saved_mlp, dropped)
 
 
@@ -178,7 +177,7 @@ def both_backward(plan: BothPlan, context: BlockContext, saved: BothSaved, grad:
     first, second = _halves(context)
     shape, grad = grad.shape, rows_of(grad)
     kept = Reads.of(context.reads).kept
-    inner = before_dropped(grad, plan.p, saved.dropped, kept, shape)
+    inner = before_dropped(grad, plan.p, saved.dropped, kept)
     dx_mlp, *mlp_grads = layernorm_mlp.backward(plan.mlp.mlp, second.modules[0], saved.mlp, inner)
     dx, *grads = attention_block.backward(plan.attention, _undropped(first), saved.attention, whole(inner, shape))
     if dx is not None and dx_mlp is not None:
@@ -196,12 +195,12 @@ def is_mlp_block(mlp: Any, residual_is_norm: bool) -> bool:
     )
 
 
-def is_attention_block(module: Any, residual_is_norm: bool, recomputes: bool) -> bool:
-    """Whether the attention half of a layer in 16 bits runs as a block, with its residual."""
+def is_attention_block(module: Any, residual_is_norm: bool) -> bool:
+    """Whether the attention half of a layer runs as a block, with its residual."""
     return (
         uses_default_forward(module, MultiheadAttention)
         and module.return_layernorm_output == residual_is_norm
-        and is_block(module, torch.bfloat16, recomputes)
+        and is_block(module)
     )
 
 
@@ -247,8 +246,8 @@ def mlp_block(
 
 def run_attention(module: Any, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
     """h of x `[s, b, hidden]`, `[b, s, hidden]` or `[t, hidden]`; `arguments` are those of `prepared` after x."""
-    plan, context, tensors = prepared(module, x.dtype, x, *arguments)
-    return differentiable(attention_block.forward, attention_block.backward, plan, context, *tensors)
+    h: torch.Tensor = run_block(module, x.dtype, x, *arguments)
+    return h
 
 
 def run_layer(

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from reference.memory.recompute import Run, current_run
+from reference.nn.attentions.attention_around import by_torch
 from reference.nn.attentions.attention_lengths import with_longest
 from reference.nn.attentions.attention_options import NO_OPTIONS, Options, defaults_of
 from reference.nn.attentions.core_attention import Mask
@@ -311,12 +312,19 @@ class TransformerLayer(OfTransformerLayer, TensorGroup, ContextGroup, DeviceDefa
         first = (attention_mask, mask_type, dropout, is_first_microbatch, None, rotary_pos_emb)
         more = (checkpoint_core_attention, window)
         post = self.apply_residual_connection_post_layernorm
-        fused = hidden_states.dtype != torch.float32 and halves.is_mlp_block(mlp, post)
+        fused = halves.is_mlp_block(mlp, post)
         if (
             fused
             and self.layer_type == "encoder"
             and halves.is_small(self.elements, hidden_states, run)
-            and halves.is_attention_block(attention, post and not self.output_layernorm, checkpoint_core_attention)
+            and halves.is_attention_block(attention, post and not self.output_layernorm)
+            and (
+                (
+                    hidden_states.dtype != torch.float32  # spares most layers the call
+                    and attention._modules["core_attention"].attention_backend == "exact"
+                )
+                or not by_torch(attention, hidden_states.dtype, checkpoint_core_attention)
+            )
         ):
             of_layer = (attention_mask, mask_type, dropout, is_first_microbatch, rotary_pos_emb)
             more_of_it = (*more, options.of_self(), drop_path, run)
@@ -351,9 +359,9 @@ class TransformerLayer(OfTransformerLayer, TensorGroup, ContextGroup, DeviceDefa
         more = (angles, recomputes, window, options)
         attention, mlp = self.self_attention, self.layernorm_mlp
         if (
-            x.dtype != torch.float32
-            and halves.is_attention_block(attention, False, recomputes)
+            halves.is_attention_block(attention, False)
             and halves.is_mlp_block(mlp, False)
+            and not by_torch(attention, x.dtype, recomputes)
         ):
             drop_path = self.drop_path if self.training else None
             first = (mask, mask_type, dropout, is_first_microbatch)
@@ -384,7 +392,7 @@ class TransformerLayer(OfTransformerLayer, TensorGroup, ContextGroup, DeviceDefa
         crosses = source is not None
         normed = crosses or not self.output_layernorm
         residual_is_norm = self.apply_residual_connection_post_layernorm and normed
-        if x.dtype != torch.float32 and halves.is_attention_block(attention, residual_is_norm, recomputes):
+        if halves.is_attention_block(attention, residual_is_norm):
             drop_path = self.drop_path if self.training and not crosses else None
             return halves.run_attention(attention, x, mask, mask_type, dropout, *more, drop_path, run)
         results = halves.run_module(attention, x, mask, mask_type, *more)
@@ -397,10 +405,9 @@ class TransformerLayer(OfTransformerLayer, TensorGroup, ContextGroup, DeviceDefa
         y, bias, *norm = results
         if self.apply_residual_connection_post_layernorm and normed:
             residual = norm[0]
-        if drops_path and self.drop_path is not None and self.training:
-            y = self.drop_path(bias_dropout_add(y, bias, None, *dropout))
-            return bias_dropout_add(y, None, residual, 0.0, None)  # an op: a compiler would add what is not rounded yet
-        return bias_dropout_add(y, bias, residual, *dropout)
+        drop_path = self.drop_path if drops_path and self.training else None
+        kept = None if drop_path is None else drop_path.kept(y.shape[0], y.device)
+        return bias_dropout_add(y, bias, residual, *dropout, kept)
 
 
 _DEFAULTS = defaults_of(

@@ -2,11 +2,15 @@
 
     t = round(x + bias)                       where there is a bias
     t = keep ? round(t · scale) : +0          where p > 0
+    t = round(m · t)                          with stochastic depth
     out = round(t + residual)                 where there is a residual
 
-Each addition and multiplication is one of fp32; `round` rounds once to x's dtype. Three separate modules would compute
-the same bits. The backward is the second line, of the gradient, with |t|·0 in place of +0: NaN where a gradient that
-is dropped is infinite or NaN, as PyTorch's product with the mask, so that a gradient scaler sees it.
+Each addition and multiplication is one of fp32; `round` rounds once to x's dtype. Separate modules would compute the
+same bits. The backward is the third line and then the second, of the gradient, with |t|·0 in place of +0: NaN where a
+gradient that is dropped is infinite or NaN, as PyTorch's product with the mask, so that a gradient scaler sees it.
+
+Stochastic depth. `kept` has m, an fp32 number for each of n entries, which are equal parts of x's rows, in their order:
+0 where an entry is dropped as a whole (`reference.nn.core.dropout.DropPath`).
 
 The mask. p counts in steps of 2^-16: threshold = p · 2^16 rounded to an integer, and scale =
 2^16 / (2^16 - threshold), so that the mean is kept exactly for the p that is used (p = 0.1 becomes 0.100006).
@@ -70,6 +74,28 @@ def check_addends(op: str, x: torch.Tensor, bias: torch.Tensor | None, residual:
         check_like(op, "residual", residual, x.dtype, x.shape, x.device)
 
 
+def check_kept(op: str, name: str, x: torch.Tensor, kept: torch.Tensor | None) -> None:
+    """Refuse numbers of entries that are not fp32 `[n]` on x's device, where x's rows are no multiple of n."""
+    if kept is None:
+        return
+    if kept.dtype != torch.float32 or kept.dim() != 1 or not kept.is_contiguous() or kept.device != x.device:
+        raise ValueError(
+            f"{op}: kept must be contiguous torch.float32 [entries] on {x.device}; "
+            f"got {kept.dtype} {list(kept.shape)} on {kept.device}."
+        )
+    rows, entries = x.shape[0], kept.shape[0]
+    if rows % entries if entries else rows:
+        raise ValueError(f"{op}: {name} has {rows} rows, which are no multiple of kept's {entries} entries.")
+
+
+def times_kept(t: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:
+    """round(m · t) of t `[rows, hidden]`; t itself without m."""
+    if kept is None or not t.numel():
+        return t
+    entries = t.view(kept.shape[0], -1)
+    return (entries.float() * kept[:, None]).to(t.dtype).view(t.shape)
+
+
 def state_values(rng_state: torch.Tensor) -> tuple[int, int]:
     """(seed, offset) as unsigned 64-bit numbers."""
     seed, offset = rng_state.tolist()
@@ -87,17 +113,26 @@ def dropped(t: torch.Tensor, p: float, rng_state: torch.Tensor, backward: bool =
 
 
 def bias_dropout_add_outputs(
-    x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, p: float, rng_state: torch.Tensor | None
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    p: float,
+    rng_state: torch.Tensor | None,
+    kept: torch.Tensor | None = None,
 ) -> torch.Tensor:
     check_input("twin::bias_dropout_add", "x", x)
     check_addends("twin::bias_dropout_add", x, bias, residual)
     check_dropout("twin::bias_dropout_add", "x", x, p, rng_state)
+    check_kept("twin::bias_dropout_add", "x", x, kept)
     return torch.empty_like(x)
 
 
-def dropout_backward_outputs(grad: torch.Tensor, p: float, rng_state: torch.Tensor | None) -> torch.Tensor:
+def dropout_backward_outputs(
+    grad: torch.Tensor, p: float, rng_state: torch.Tensor | None, kept: torch.Tensor | None = None
+) -> torch.Tensor:
     check_input("twin::dropout_backward", "grad", grad)
     check_dropout("twin::dropout_backward", "grad", grad, p, rng_state)
+    check_kept("twin::dropout_backward", "grad", grad, kept)
     return torch.empty_like(grad)
 
 
@@ -112,31 +147,41 @@ def state_or_none(state: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor |
 
 @define(bias_dropout_add_outputs, mutates=("rng_state",))
 def bias_dropout_add(
-    x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, p: float, rng_state: torch.Tensor | None
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    p: float,
+    rng_state: torch.Tensor | None,
+    kept: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`x`, `residual` `[rows, hidden]`, `bias` `[hidden]` -> `[rows, hidden]`, all of one dtype.
 
     Args:
         p: probability of dropping an element, rounded to a multiple of 2^-16.
         rng_state: int64 `[2]`, needed where p > 0, and advanced.
+        kept: fp32 `[entries]`, m of each of as many equal parts of the rows; none for None.
     """
-    out = bias_dropout_add_outputs(x, bias, residual, p, rng_state)
+    out = bias_dropout_add_outputs(x, bias, residual, p, rng_state, kept)
     t = x if bias is None else (x.float() + bias.float()).to(x.dtype)
     if threshold(p):
         assert rng_state is not None
         t = dropped(t, p, rng_state)
         rng_state[1] += 1
+    t = times_kept(t, kept)
     return out.copy_(t if residual is None else t.float() + residual.float())
 
 
 @define(dropout_backward_outputs)
-def dropout_backward(grad: torch.Tensor, p: float, rng_state: torch.Tensor | None) -> torch.Tensor:
-    """The gradient of dropout's input from `grad` `[rows, hidden]`, that of its output; p as in the forward.
+def dropout_backward(
+    grad: torch.Tensor, p: float, rng_state: torch.Tensor | None, kept: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The gradient of dropout's input from `grad` `[rows, hidden]`, that of the output; p and kept as in the forward.
 
     `rng_state` is the state from before the forward; it is not advanced.
     """
-    out = dropout_backward_outputs(grad, p, rng_state)
+    out = dropout_backward_outputs(grad, p, rng_state, kept)
+    t = times_kept(grad, kept)
     if not threshold(p):
-        return out.copy_(grad)
+        return out.copy_(t)
     assert rng_state is not None
-    return out.copy_(dropped(grad, p, rng_state, backward=True))
+    return out.copy_(dropped(t, p, rng_state, backward=True))

@@ -29,20 +29,17 @@ def test_weights_of_several_dtypes_are_cast_apart(same_bits) -> None:
 
 
 def test_what_runs_as_a_block() -> None:
-    def is_block(residual_is_norm: bool = False, recomputes: bool = False, **arguments: Any) -> bool:
+    def is_block(residual_is_norm: bool = False, **arguments: Any) -> bool:
         attention = te.MultiheadAttention(64, 4, params_dtype=torch.bfloat16, **arguments)
-        return halves.is_attention_block(attention, residual_is_norm, recomputes)
+        return halves.is_attention_block(attention, residual_is_norm)
 
     assert is_block(input_layernorm=True)
-    assert is_block(input_layernorm=True, recomputes=True)
     assert is_block(input_layernorm=True, attention_type="cross")
     assert is_block(input_layernorm=True, return_layernorm_output=True, residual_is_norm=True)
     assert is_block(input_layernorm=False)
     assert is_block(input_layernorm=True, softmax_type="learnable", qk_norm_type="RMSNorm")
     assert not is_block(input_layernorm=True, return_layernorm_output=True)
-    assert is_block(input_layernorm=True, attention_backend="cudnn")
-    assert not is_block(input_layernorm=True, attention_backend="cudnn", recomputes=True)
-    assert not is_block(input_layernorm=True, num_gqa_groups=2, attention_backend="cudnn")
+    assert is_block(input_layernorm=True, num_gqa_groups=2, attention_backend="cudnn")
     mlp = te.LayerNormMLP(64, 64, return_layernorm_output=True)
     assert [halves.is_mlp_block(mlp, residual_is_norm) for residual_is_norm in (False, True)] == [False, True]
 

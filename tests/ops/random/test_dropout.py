@@ -17,7 +17,7 @@ twin = torch.ops.twin
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def in_the_written_order(x, bias, residual, p, state):  # type: ignore[no-untyped-def]
+def in_the_written_order(x, bias, residual, p, state, kept=None, backward=False):  # type: ignore[no-untyped-def]
     """Element by element, from the docstring."""
     out = torch.empty_like(x)
     seed, offset = state.tolist()
@@ -27,8 +27,11 @@ def in_the_written_order(x, bias, residual, p, state):  # type: ignore[no-untype
     def rounded(value) -> torch.Tensor:  # type: ignore[no-untyped-def]
         return torch.tensor(float(value), dtype=torch.float32).to(x.dtype)
 
+    def times_m(t: torch.Tensor, row: int) -> torch.Tensor:
+        return t if kept is None else rounded(np.float32(t.float()) * kept[row * len(kept) // len(x)].numpy())
+
     for row, column in np.ndindex(*x.shape):
-        t = x[row, column]
+        t = times_m(x[row, column], row) if backward else x[row, column]
         if bias is not None:
             t = rounded(np.float32(t.float()) + np.float32(bias[column].float()))
         if threshold:
@@ -36,7 +39,9 @@ def in_the_written_order(x, bias, residual, p, state):  # type: ignore[no-untype
             words = philox.element_words(seed, element // 8, 1, offset)
             half = element % 8
             u = int(words[half // 2][0]) >> (16 * (half % 2)) & 0xFFFF
-            t = rounded(np.float32(t.float()) * scale) if u >= threshold else torch.zeros((), dtype=x.dtype)
+            dropped = t.abs() * 0 if backward else torch.zeros((), dtype=x.dtype)
+            t = rounded(np.float32(t.float()) * scale) if u >= threshold else dropped
+        t = t if backward else times_m(t, row)
         if residual is not None:
             t = rounded(np.float32(t.float()) + np.float32(residual[row, column].float()))
         out[row, column] = t
@@ -46,6 +51,7 @@ def in_the_written_order(x, bias, residual, p, state):  # type: ignore[no-untype
 @settings(max_examples=30, deadline=None)
 @given(
     rows=st.integers(0, 9),
+    entries=st.sampled_from((None, 1, 3)),
     hidden=st.integers(1, 40),
     dtype=st.sampled_from(DTYPES),
     p=st.sampled_from((0.0, 0.1, 0.5, 1.0)),
@@ -53,16 +59,20 @@ def in_the_written_order(x, bias, residual, p, state):  # type: ignore[no-untype
     residual=st.booleans(),
     seed=st.integers(0, 2**31),
 )
-def test_the_order_is_the_written_one(rows, hidden, dtype, p, bias, residual, seed) -> None:  # type: ignore[no-untyped-def]
+def test_the_order_is_the_written_one(rows, entries, hidden, dtype, p, bias, residual, seed) -> None:  # type: ignore[no-untyped-def]
     generator = torch.Generator().manual_seed(seed)
     x, r = (torch.randn(rows, hidden, generator=generator).to(dtype) for _ in range(2))
     b = torch.randn(hidden, generator=generator).to(dtype) if bias else None
     r = r if residual else None
     state = torch.tensor([seed * 2**31 + 1, seed])
-    expected = in_the_written_order(x, b, r, p, state)
-    gradient = in_the_written_order(x, None, None, p, state)
-    assert_same_bits(twin.dropout_backward(x, p, state), gradient, "gradient")
-    assert_same_bits(twin.bias_dropout_add(x, b, r, p, state), expected, "out")
+    entries = entries if entries is not None and rows % entries == 0 else None
+    kept = (
+        None if entries is None else torch.randn(entries, generator=generator) * torch.tensor([1.0, 0.0, 1.0])[:entries]
+    )
+    expected = in_the_written_order(x, b, r, p, state, kept)
+    gradient = in_the_written_order(x, None, None, p, state, kept, backward=True)
+    assert_same_bits(twin.dropout_backward(x, p, state, kept), gradient, "gradient")
+    assert_same_bits(twin.bias_dropout_add(x, b, r, p, state, kept), expected, "out")
     assert state.tolist() == [seed * 2**31 + 1, seed + (p > 0)]
 
 
@@ -143,21 +153,29 @@ def test_keep_scale() -> None:
         ({"residual": torch.ones(4, 5)}, "residual must be contiguous torch.float32 [4, 4] on cpu; got"),
         ({"residual": torch.ones(4, 4).half()}, "on cpu; got torch.float16 [4, 4]"),
         ({"p": -0.1}, "must be from 0 to 1; got -0.1"),
+        (
+            {"kept": torch.ones(4, 1)},
+            "kept must be contiguous torch.float32 [entries] on cpu; got torch.float32 [4, 1]",
+        ),
+        ({"kept": torch.ones(4).half()}, "on cpu; got torch.float16 [4] on cpu"),
+        ({"kept": torch.ones(3)}, "x has 4 rows, which are no multiple of kept's 3 entries"),
+        ({"kept": torch.ones(0)}, "x has 4 rows, which are no multiple of kept's 0 entries"),
         ({"p": 0.5, "rng_state": None}, "needs rng_state"),
         ({"p": 0.5, "rng_state": torch.zeros(3, dtype=torch.int64)}, "rng_state must be a contiguous int64 [2]"),
     ],
 )
 def test_refusals(change: dict, sentence: str) -> None:
-    given = {"x": torch.ones(4, 4), "bias": None, "residual": None, "p": 0.0, "rng_state": None, **change}
+    given = {"x": torch.ones(4, 4), "bias": None, "residual": None, "p": 0.0, "rng_state": None, "kept": None, **change}
     with pytest.raises(ValueError, match=re.escape(sentence)):
         twin.bias_dropout_add(*given.values())
-    if change.keys() & {"x", "p"}:
-        with pytest.raises(ValueError, match=re.escape(sentence).replace("x\\ must", "(x|grad)\\ must")):
-            twin.dropout_backward(given["x"], given["p"], given["rng_state"])
+    if change.keys() & {"x", "p", "kept"}:
+        with pytest.raises(ValueError, match=re.sub(r"^x\\ ", r"(x|grad)\\ ", re.escape(sentence))):
+            twin.dropout_backward(given["x"], given["p"], given["rng_state"], given["kept"])
 
 
 def test_fake_tensors() -> None:
     x, b, state = torch.ones(3, 8), torch.ones(8), torch.tensor([1, 2])
     tests = ("test_schema", "test_faketensor")
-    torch.library.opcheck(twin.bias_dropout_add.default, (x, b, x, 0.5, state), test_utils=tests)
-    torch.library.opcheck(twin.dropout_backward.default, (x, 0.5, state), test_utils=tests)
+    for kept in (None, torch.ones(3)):
+        torch.library.opcheck(twin.bias_dropout_add.default, (x, b, x, 0.5, state, kept), test_utils=tests)
+        torch.library.opcheck(twin.dropout_backward.default, (x, 0.5, state, kept), test_utils=tests)
