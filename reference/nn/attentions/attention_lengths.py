@@ -224,7 +224,9 @@ def lengths_of_masks(kind: str, window: tuple[int, int], mask: Any, batch: int, 
 
     One mask is of queries and keys alike, whose diagonal is that of the whole batch.
     """
-    if not isinstance(mask, tuple) or mask[0] is mask[1] or not has_diagonals(kind, window, bias):
+    if not isinstance(mask, tuple) or len(mask) != 2 or not all(isinstance(one, torch.Tensor) for one in mask):
+        return None  # what is no pair of masks is refused elsewhere
+    if mask[0] is mask[1] or not has_diagonals(kind, window, bias):
         return None
     for whose, one in zip(("queries", "keys"), mask, strict=True):
         if one.device.type != "meta" and (one.device.type != "cpu" or torch.compiler.is_compiling()):
