@@ -140,7 +140,7 @@ def test_a_moved_tape_is_the_one_that_would_be_recorded(
     with DryGpu() as gpu:
         gpu.tapes()
         compared.kernel_of = lambda handle: gpu.launches[handle].kernel
-        train(LAYERS[name](), recipe)
+        train(LAYERS[name](), recipe, steps=6)  # some begin at addresses that the allocator had before
     assert compared.equal >= 3
     assert compared.fixed == 0
 
