@@ -62,8 +62,8 @@ def into_forward(plan: Plan, context: BlockContext, *tensors: Any) -> tuple[Any,
 
 
 def into_backward(plan: Plan, context: BlockContext, saved: SavedIn, *grads: torch.Tensor) -> Tensors:
-    """The gradients of `Given`."""
-    (first, *others), (dq, dk, dv, *of_norm) = context.modules, grads
+    """The gradients of `Given`. PyTorch's attention may give expanded ones, such as zeros where there is no query."""
+    (first, *others), (dq, dk, dv, *of_norm) = context.modules, [grad.contiguous() for grad in grads]
     of_norm = [rows_of(grad) for grad in of_norm]
     of_kv = others[0] if others else None
     return project_in_backward(plan, first, of_kv, Reads.of(context.reads), saved, (dq, dk, dv), None, of_norm)
