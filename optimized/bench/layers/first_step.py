@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 import optimized as te
-from optimized import bench, measure
+from optimized import measure
 from optimized.bench import Payload, Progress, result, silent
 from optimized.bench.table import Table, table
 from optimized.cuda import compiler, wheel_cubins
@@ -93,7 +93,7 @@ def process(cache: Path, cubins: Path, into: Path | None = None) -> dict[str, An
         cubins: where it finds what a wheel carries.
         into: where it packs at its end what it has compiled.
     """
-    command = [sys.executable, "-m", f"{bench.__name__}.layers.{NAME}", str(cubins), "" if into is None else str(into)]
+    command = [sys.executable, "-m", f"{__package__}.{NAME}", str(cubins), "" if into is None else str(into)]
     done = subprocess.run(
         [*command, repr(time.time())],
         cwd=None if measure.INSTALLED else measure.ROOT,

@@ -17,7 +17,7 @@ from reference.ops.attentions.attention import BLOCK, LOWEST, NO_LIMIT, factor, 
 from reference.ops.attentions.attention_bias import diagonal
 from reference.ops.attentions.attention_lengths import without_lengths
 from reference.ops.attentions.attention_options import Options
-from reference.ops.attentions.attention_packed import batch_of, by_heads
+from reference.ops.attentions.attention_packed import batch_of, by_heads, sizes
 from reference.ops.library import on_cuda
 from reference.ops.random.dropout import keep_scale, threshold
 
@@ -145,7 +145,7 @@ def arguments(q: torch.Tensor, k: torch.Tensor, out: torch.Tensor, options: Opti
 
     All three are `[b, h, s, d]`; of packed sequences they have b = 1 and all tokens.
     """
-    (b, h, heads, sq, skv), d = shape_of(q, k, options), out.shape[3]
+    (b, h, heads, sq, skv), d = sizes(q, k, options), out.shape[3]
     o, lengths, packed = options, options.has_lengths, options.packed
     a = np.zeros((), argument_type(o.biased, o.sinks is not None, lengths, packed))
     if packed:
@@ -165,7 +165,7 @@ def arguments(q: torch.Tensor, k: torch.Tensor, out: torch.Tensor, options: Opti
     if o.mask is not None:
         a["mask"] = o.mask.data_ptr()
         a["mask_strides"] = o.mask.expand(b, h, sq, skv).stride()
-    a["out_strides"] = (0, *out.stride()[1:3]) if packed else out.stride()[:3]
+    a["out_strides"] = strides_of(out, packed)
     a["batches"], a["heads"], a["group"], a["sq"], a["skv"], a["d"] = b, h, h // heads, sq, skv, d
     channels = capacity(max(d, k.shape[3]))
     a["together"] = max(1, L2 // (4 * skv * channels)) * a["group"]  # heads whose keys and values fit
@@ -186,12 +186,9 @@ def widest(q: torch.Tensor, v: torch.Tensor) -> int:
     return capacity(max(q.shape[3], v.shape[3]))
 
 
-def shape_of(q: torch.Tensor, k: torch.Tensor, options: Options) -> tuple[int, int, int, int, int]:
-    """b, h, hkv, sq and skv of q and k `[b, h, s, d]`, which have b = 1 if sequences are packed."""
-    b, h, heads, sq, skv = *q.shape[:2], k.shape[1], q.shape[2], k.shape[2]
-    if options.packed:
-        b, sq, skv = batch_of(options)
-    return b, h, heads, sq, skv
+def strides_of(x: torch.Tensor, packed: bool) -> tuple[int, ...]:
+    """The strides of x `[b, h, s, d]`, but d's; packed sequences `[1, h, t, d]` lie in one."""
+    return (0, *x.stride()[1:3]) if packed else x.stride()[:3]
 
 
 def check_grid(op: str, q: torch.Tensor, batch: int | None = None) -> None:
@@ -236,7 +233,7 @@ def attention(
     q, k, v, out = by_heads(q), by_heads(k), by_heads(v), by_heads(result)
     options = readable(Options(*given), q, k, v)
     dropout, rng_state = options.dropout, options.rng_state
-    b, h, _, sq, skv = shape_of(q, k, options)
+    b, h, _, sq, skv = sizes(q, k, options)
     check_grid("twin::attention", q, b)
     if out.numel() and k.numel() and sq and skv:
         inputs = [loadable(x) for x in (q, k, v)]  # copies must live until the launch

@@ -16,11 +16,11 @@ import torch
 
 from optimized.cuda import launch
 from optimized.ops.attentions import attention
-from optimized.ops.attentions.attention import ENTRIES, Entries, shape_of
+from optimized.ops.attentions.attention import ENTRIES, Entries, strides_of
 from reference.ops.attentions.attention import BLOCK, NO_LIMIT, limits
 from reference.ops.attentions.attention_backward import outputs
 from reference.ops.attentions.attention_options import Options
-from reference.ops.attentions.attention_packed import by_heads
+from reference.ops.attentions.attention_packed import by_heads, sizes
 from reference.ops.library import on_cuda
 from reference.ops.random.dropout import threshold
 
@@ -118,7 +118,7 @@ def attention_backward(
     results = outputs(grad, q, k, v, out, m, inv, *given)
     grad, q, k, v, out = map(by_heads, (grad, q, k, v, out))
     options = attention.readable(Options(*given), q, k, v)._replace(sinks=None)  # 1 / l has what sinks take
-    b, _, _, sq, skv = shape_of(q, k, options)
+    b, _, _, sq, skv = sizes(q, k, options)
     attention.check_grid("twin::attention_backward", q, b)
     if not q.numel() or not k.numel() or not sq or not skv:
         for one in results:
@@ -140,7 +140,7 @@ def attention_backward(
 def _scratch(inputs: Tensors, options: Options, sums: int, keep: int) -> tuple[np.ndarray, Tensors]:
     """Scratch for `sums` fp32 numbers of dq and `keep` bytes, and the tensors that it points to: statistics first."""
     _, q, k, v, _ = inputs
-    b, h, _, sq, _ = shape_of(q, k, options)
+    b, h, _, sq, _ = sizes(q, k, options)
     capacity, padded = attention.widest(q, v), -(-sq // BLOCK) * BLOCK
     turns = b * h * (padded // queries_of(capacity)) * (_HALVES if capacity == WIDE else 1)
     stats = torch.empty((3, b * h, padded), dtype=torch.float32, device=q.device)
@@ -163,9 +163,9 @@ def _make_statistics(
 ) -> None:
     """Launch `dots`, which also clears what blocks take turns by; `arguments` are of `options.of_rows()`."""
     grad, q, k, v, out = inputs
-    b, h, _, sq, _ = shape_of(q, k, options)
+    b, h, _, sq, _ = sizes(q, k, options)
     capacity, padded = attention.widest(q, v), -(-sq // BLOCK) * BLOCK
-    strides = (0, *grad.stride()[1:3]) if options.packed else grad.stride()[:3]
+    strides = strides_of(grad, options.packed)
     args = [arguments, grad.data_ptr(), out.data_ptr(), *strides, m.data_ptr(), inv.data_ptr()]
     entries = Entries(options.packed, options.packed)
     kernel = _end_kernel(q.dtype, capacity, entries, "dots", scratch.dtype == SCRATCH_APART)
@@ -185,7 +185,7 @@ def row_statistics(inputs: Tensors, m: torch.Tensor, inv: torch.Tensor, options:
 def _set_apart(inputs: Tensors, options: Options, heads: int, scratch: np.ndarray) -> tuple[np.ndarray, Tensors]:
     """`scratch` with what parts of `heads` heads of keys hand over, and the tensors that it points to."""
     _, q, k, v, _ = inputs
-    b, h, key_heads, _, skv = shape_of(q, k, options)
+    b, h, key_heads, _, skv = sizes(q, k, options)
     capacity, blocks = attention.widest(q, v), -(-skv // BLOCK)
     handed = torch.empty(heads * blocks * 2 * BLOCK * capacity, dtype=torch.float32, device=q.device)
     summed = torch.empty(b * key_heads * blocks * _WARPS, dtype=torch.int32, device=q.device)
@@ -200,7 +200,7 @@ def _set_apart(inputs: Tensors, options: Options, heads: int, scratch: np.ndarra
 def _run(inputs: Tensors, m: torch.Tensor, inv: torch.Tensor, results: Tensors, options: Options) -> None:
     grad, q, k, v, out = inputs
     dq, dk, dv = results
-    b, h, heads, sq, skv = shape_of(q, k, options)
+    b, h, heads, sq, skv = sizes(q, k, options)
     index, capacity, drops = q.device.index, attention.widest(q, v), threshold(options.dropout) > 0
     group, queries, blocks, padded = h // heads, queries_of(capacity), -(-skv // BLOCK), -(-sq // BLOCK) * BLOCK
     tiles, wide = padded // queries, capacity == WIDE

@@ -10,11 +10,11 @@ import torch
 
 from optimized.cuda import launch
 from optimized.ops.attentions import attention, attention_backward
-from optimized.ops.attentions.attention import ENTRIES, Entries, shape_of
+from optimized.ops.attentions.attention import ENTRIES, Entries
 from reference.ops.attentions.attention import BLOCK
 from reference.ops.attentions.attention_backward import bias_outputs
 from reference.ops.attentions.attention_options import Options
-from reference.ops.attentions.attention_packed import by_heads
+from reference.ops.attentions.attention_packed import by_heads, sizes
 from reference.ops.library import on_cuda
 from reference.ops.random.dropout import threshold
 
@@ -53,7 +53,7 @@ def attention_bias_backward(
     dbias = bias_outputs(grad, q, k, v, out, m, inv, *given)
     grad, q, k, v, out = inputs = tuple(attention.loadable(by_heads(x)) for x in (grad, q, k, v, out))
     options = attention.readable(Options(*given), q, k, v)
-    b, _, _, sq, skv = shape_of(q, k, options)
+    b, _, _, sq, skv = sizes(q, k, options)
     attention.check_grid("twin::attention_bias_backward", q, b)
     if not q.numel() or not k.numel() or not sq or not skv:
         return dbias.zero_()
