@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from shared import ptxas
 
+from optimized import measure
 from optimized.cuda import compiler
 from reference.support import files, notice
 
@@ -177,7 +178,7 @@ def test_processes_at_once(root: Path) -> None:
             [sys.executable, "-c", program, str(root)],
             stdout=subprocess.PIPE,
             text=True,
-            cwd=Path(compiler.__file__).parent.parent,
+            cwd=measure.ROOT,
         )
         for _ in range(4)
     ]
