@@ -24,10 +24,11 @@ from reference.nn.core import autograd
 from reference.state import scaling
 from reference.support import files
 
-# CI judges a change, so it draws the same examples each time; everybody else draws fresh ones.
+# CI judges a change, so it draws the same examples each time; everybody else draws fresh ones. How long one takes is a
+# matter of the machine and of what else it does.
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None)
-if os.environ.get("CI"):
-    hypothesis.settings.load_profile("ci")
+hypothesis.settings.register_profile("fresh", deadline=None)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "fresh")
 
 
 QUICK = 4  # seeds of a fuzzer in the fast suite
