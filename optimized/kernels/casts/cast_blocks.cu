@@ -39,6 +39,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     __shared__ uint4
         columns[TRANSPOSE ? kLanes : 1][kGroups][kRuns];  // [column][group][swizzled(run)]: 16 rows of codes
     const int tile_row = blockIdx.z * gridDim.y + blockIdx.y, tile_col = blockIdx.x;
+    if (tile_row >= blocks_of(rows)) return;  // the grid is rounded up where its third dimension is in use
     const int first_row = tile_row * kBlock, first_col = tile_col * kBlock;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     constexpr int kAcross = kGroups / kGroupsOfWarp;  // warps side by side

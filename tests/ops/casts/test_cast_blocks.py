@@ -11,6 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from shared.bits import assert_same_bits
 
+from optimized.ops.casts import cast_blocks as launcher
+from optimized.ops.casts import cast_transpose
 from reference.numbers import formats
 from reference.ops.casts.cast_blocks import DIALECTS, ceil4
 
@@ -151,3 +153,21 @@ def test_refusals(arguments: dict[str, Any], sentence: str) -> None:
     for op in (twin.cast_blocks, twin.cast_blocks_transpose):
         with pytest.raises(ValueError, match=f"^twin::{op.__name__.split('.')[0]}: .*{sentence}"):
             op(*given.values())
+
+
+@pytest.mark.gpu
+@pytest.mark.simulated
+@pytest.mark.parametrize("square", [False, True])
+def test_tiles_beyond_the_rows_write_nothing(
+    square: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A grid is rounded up where tiles need its third dimension: 3 tiles, of which a column has 2, take 4 blocks."""
+    monkeypatch.setattr(cast_transpose, "_DOWN", 2)
+    x = torch.randn(300, 144, generator=torch.Generator().manual_seed(1))
+    wanted = twin.cast_blocks_transpose(x, E4M3, square, "power_of_two", 0.0)
+    rooms = [torch.full((4 * one.numel(),), 7, dtype=torch.float32, device=device).to(one.dtype) for one in wanted]
+    q, q_t, s, s_t = (room[: one.numel()].view(one.shape) for room, one in zip(rooms, wanted, strict=True))
+    launcher._run(x.to(device), (q, s), (q_t, s_t), E4M3, square, "power_of_two", 0.0)
+    for room, one in zip(rooms, wanted, strict=True):
+        assert_same_bits(room[: one.numel()].view(one.shape).cpu(), one)
+        assert bool((room[one.numel() :].float() == 7).all()), "what lies behind"
