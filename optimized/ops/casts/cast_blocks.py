@@ -35,10 +35,7 @@ def _run(
     epsilon: float,
 ) -> None:
     rows, cols = x.shape
-    if rows == 0 or cols == 0:
-        for codes, scales in (out, out_t or out):
-            codes.view(torch.uint8).zero_()
-            scales.zero_()
+    if rows == 0 or cols == 0:  # no result has an element
         return
     x = aligned(x)
     (q, scale_inv), (q_t, scale_inv_t) = out, out_t or (None, None)
