@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from shared.bits import assert_same_bits
+from shared.recipe_steps import Recomputed, layer_of, numbers, step
 
 import optimized
 import reference as te
@@ -14,10 +15,6 @@ from reference.recipe import DelayedScaling, Float8BlockScaling, Format, MMParam
 BF16 = torch.bfloat16
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 twin = torch.ops.twin
-
-
-def numbers(seed: int, *shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(BF16)
 
 
 @pytest.mark.parametrize(
@@ -58,31 +55,7 @@ def test_a_tokens_words_do_not_depend_on_the_batch() -> None:
         assert_same_bits(layer(torch.cat([x[7:9] * 1000, x[7:8]]))[2:], whole[7:8])
 
 
-def layer_of(te: Any = te, **arguments: Any) -> Any:
-    torch.manual_seed(1)
-    settings = {"hidden_dropout": 0.1, "attention_dropout": 0.1, "params_dtype": BF16, "device": "cpu"}
-    return te.TransformerLayer(64, 128, 4, **(settings | arguments))
-
-
-def step(layer: Any, recipe: Any, device: str = "cpu") -> list[torch.Tensor]:
-    torch.manual_seed(5)
-    layer.zero_grad()
-    x = numbers(1, 24, 2, 64).to(device).requires_grad_()
-    with te.autocast(recipe=recipe):
-        y = layer(x)
-    y.backward(numbers(2, *y.shape).to(device))
-    return [t.detach().clone() for t in (y, x.grad, *(p.grad for p in layer.parameters()))]
-
-
 def test_recomputation_has_the_bits() -> None:
-    class Recomputed(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = layer_of()
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return te.checkpoint(self.layer, x)
-
     recipe = Float8BlockScaling()
     for a, b in zip(step(layer_of(), recipe), step(Recomputed(), recipe), strict=True):
         assert_same_bits(a, b)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from shared.recipe_steps import Recomputed, layer_of, numbers, step
 
 import optimized
 import reference as te
@@ -16,10 +17,6 @@ DELAYED = DelayedScaling(amax_history_len=4)
 BF16 = torch.bfloat16
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 twin = torch.ops.twin
-
-
-def numbers(seed: int, *shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(BF16)
 
 
 def scaled(x: torch.Tensor, fp8: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -73,22 +70,6 @@ def test_a_norm_passes_through_the_activation_dtype(same_bits) -> None:
         same_bits(fused(x), linear(norm(x)))
 
 
-def layer_of(te: Any = te, **arguments: Any) -> Any:
-    torch.manual_seed(1)
-    settings = {"hidden_dropout": 0.1, "attention_dropout": 0.1, "params_dtype": BF16, "device": "cpu"}
-    return te.TransformerLayer(64, 128, 4, **(settings | arguments))
-
-
-def step(layer: Any, recipe: Any, device: str = "cpu") -> list[torch.Tensor]:
-    torch.manual_seed(5)
-    layer.zero_grad()
-    x = numbers(1, 24, 2, 64).to(device).requires_grad_()
-    with te.autocast(recipe=recipe):
-        y = layer(x)
-    y.backward(numbers(2, *y.shape).to(device))
-    return [t.detach().clone() for t in (y, x.grad, *(p.grad for p in layer.parameters()))]
-
-
 def test_a_checkpoint_of_a_layer_that_ran_in_it_loads() -> None:
     layer = layer_of()
     step(layer, CURRENT)
@@ -98,14 +79,6 @@ def test_a_checkpoint_of_a_layer_that_ran_in_it_loads() -> None:
 
 
 def test_recomputation_has_the_bits(same_bits) -> None:
-    class Recomputed(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = layer_of()
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return te.checkpoint(self.layer, x)
-
     for a, b in zip(step(layer_of(), CURRENT), step(Recomputed(), CURRENT), strict=True):
         same_bits(a, b)
 
