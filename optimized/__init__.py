@@ -80,16 +80,19 @@ _autograd.register(_Player())
 not_offered.explain(__name__)
 
 
+def _kernels_run(name: str, return_reason: bool) -> bool | tuple[bool, str]:
+    problems = _device.problems()
+    return quantization.answer(name, (not problems, " ".join(problems)), return_reason)
+
+
 def is_fp8_available(return_reason: bool = False) -> bool | tuple[bool, str]:
     """Whether the kernels run on this machine's GPUs; with `return_reason` also a sentence for each thing missing."""
-    problems = _device.problems()
-    return quantization.answer("is_fp8_available", (not problems, " ".join(problems)), return_reason)
+    return _kernels_run("is_fp8_available", return_reason)
 
 
 def is_fp8_block_scaling_available(return_reason: bool = False) -> bool | tuple[bool, str]:
     """As `is_fp8_available`."""
-    problems = _device.problems()
-    return quantization.answer("is_fp8_block_scaling_available", (not problems, " ".join(problems)), return_reason)
+    return _kernels_run("is_fp8_block_scaling_available", return_reason)
 
 
 def install_as_transformer_engine() -> None:

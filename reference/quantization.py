@@ -14,7 +14,7 @@ import torch
 from reference import recipe
 from reference.arguments import check_arguments
 from reference.float8.float8_quantizer import TE_DTYPES, DType
-from reference.ops.casts.cast_mxfp8 import CPU_ONLY
+from reference.numbers import block_formats
 from reference.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format, Recipe
 from reference.state import model_init
 from reference.state.autocast import autocast, current, fp8_autocast
@@ -68,7 +68,7 @@ def _without_recipe(name: str) -> Support:
 
 
 def _on_a_cpu_alone(name: str) -> Support:
-    return False, f"te.recipe.{name} runs on a CPU alone: {CPU_ONLY}."
+    return False, f"te.recipe.{name} runs on a CPU alone: {block_formats.CPU_ONLY}."
 
 
 def check_mxfp8_support() -> Support:

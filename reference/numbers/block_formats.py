@@ -26,6 +26,8 @@ from functools import cache
 
 import torch
 
+CPU_ONLY = "MXFP8 and NVFP4 need Blackwell's tensor cores, and the kernels here are for Hopper; the CPU computes both"
+"""Why no op of these formats has a CUDA side."""
 E2M1_LARGEST = 6.0
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """The values of the codes 0 to 7; those of 8 to 15 are their negatives."""

@@ -116,16 +116,18 @@ class InBlocks(Quantizer):
         return Quantized(Operand(q, scale_inv, layout), Operand(q_t, scale_inv_t, layout))
 
 
+def _operands(a: Operand, b: Operand) -> tuple[Any, ...]:
+    return a.codes, b.codes, a.scales, b.scales, a.layout == SQUARES, b.layout == SQUARES
+
+
 def _multiply(
     a: Operand, b: Operand, bias: torch.Tensor | None, out_dtype: torch.dtype, accumulate: str
 ) -> torch.Tensor:
-    squares = a.layout == SQUARES, b.layout == SQUARES
-    return twin.gemm_fp8_blocks(a.codes, b.codes, a.scales, b.scales, *squares, bias, out_dtype)
+    return twin.gemm_fp8_blocks(*_operands(a, b), bias, out_dtype)
 
 
 def _add(a: Operand, b: Operand, out: torch.Tensor) -> None:
-    squares = a.layout == SQUARES, b.layout == SQUARES
-    twin.gemm_fp8_blocks_accumulate(a.codes, b.codes, a.scales, b.scales, *squares, out)
+    twin.gemm_fp8_blocks_accumulate(*_operands(a, b), out)
 
 
 for _layouts in ((ROWS, ROWS), (ROWS, SQUARES), (SQUARES, ROWS)):

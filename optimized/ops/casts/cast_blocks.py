@@ -11,7 +11,7 @@ from optimized.cuda import launch
 from optimized.ops.casts.amax import WIDE, aligned, pointer
 from optimized.ops.casts.cast import FP8
 from optimized.ops.casts.cast_transpose import tile_grid
-from reference.ops.casts.cast_blocks import BLOCK, DIALECTS, Four, Two, blocks_of, outputs, transpose_outputs
+from reference.ops.casts.cast_blocks import BLOCK, DIALECTS, Blocks, Four, Two, blocks_of, outputs, transpose_outputs
 from reference.ops.library import on_cuda
 
 _kernels = {
@@ -25,16 +25,8 @@ _kernels = {
 CONFIGURATIONS = [one.configuration for one in _kernels.values()]
 
 
-def _run(
-    x: torch.Tensor,
-    out: Two,
-    out_t: Two | None,
-    dtype: torch.dtype,
-    square: bool,
-    dialect: str,
-    epsilon: float,
-) -> None:
-    rows, cols = x.shape
+def _run(x: torch.Tensor, out: Two, out_t: Two | None, *blocks: *Blocks) -> None:
+    (rows, cols), (dtype, square, dialect, epsilon) = x.shape, blocks
     if rows == 0 or cols == 0:  # no result has an element
         return
     x = aligned(x)
@@ -47,16 +39,16 @@ def _run(
 
 
 @on_cuda
-def cast_blocks(x: torch.Tensor, dtype: torch.dtype, square: bool, dialect: str, epsilon: float) -> Two:
+def cast_blocks(x: torch.Tensor, *blocks: *Blocks) -> Two:
     """x `[rows, cols]`, fp32, bf16 or fp16 -> (q `[rows, cols]` of `dtype`, scale_inv fp32)."""
-    out = outputs(x, dtype, square, dialect, epsilon)
-    _run(x, out, None, dtype, square, dialect, epsilon)
+    out = outputs(x, *blocks)
+    _run(x, out, None, *blocks)
     return out
 
 
 @on_cuda
-def cast_blocks_transpose(x: torch.Tensor, dtype: torch.dtype, square: bool, dialect: str, epsilon: float) -> Four:
+def cast_blocks_transpose(x: torch.Tensor, *blocks: *Blocks) -> Four:
     """x `[rows, cols]` -> (q, q_t `[cols, ceil16(rows)]`, scale_inv, scale_inv_t); zero codes fill q_t up."""
-    q, q_t, scale_inv, scale_inv_t = out = transpose_outputs(x, dtype, square, dialect, epsilon)
-    _run(x, (q, scale_inv), (q_t, scale_inv_t), dtype, square, dialect, epsilon)
+    q, q_t, scale_inv, scale_inv_t = out = transpose_outputs(x, *blocks)
+    _run(x, (q, scale_inv), (q_t, scale_inv_t), *blocks)
     return out

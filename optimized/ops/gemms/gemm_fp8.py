@@ -6,6 +6,7 @@ The definition, with its rounding points: `reference.ops.gemms.gemm_fp8`.
 
 import functools
 import itertools
+from typing import Any
 
 import numpy as np
 import torch
@@ -122,15 +123,33 @@ def gemm_fp8_tiled(
         return out
     if k == 0:  # the accumulators are +0, and only the epilogue remains
         zero = torch.zeros((m, n), dtype=torch.float32, device=a.device) * (a_scale_inv * b_scale_inv)
-        zero = zero if bias is None else zero + bias.to(torch.float32)
-        return out.copy_(out.float() + zero if add else zero)
-    bias = loadable(bias)
-    index = a.device.index
+        return add_bias_alone(zero, bias, out, add)
+    one = config(a.dtype, b.dtype, out_dtype, accumulate, tile, 32 if n % 32 == 0 else 16, add)
+    return launch_tiles(one, a, b, (a_scale_inv.data_ptr(), b_scale_inv.data_ptr()), bias, out, cut)
+
+
+def add_bias_alone(zero: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, add: bool) -> torch.Tensor:
+    """The epilogue of a product without a K: `zero` and the bias, or with `add` these and `out`, in `out`."""
+    zero = zero if bias is None else zero + bias.to(torch.float32)
+    return out.copy_(out.float() + zero if add else zero)
+
+
+def launch_tiles(
+    config: GemmConfig,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scales: tuple[Any, ...],
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    cut: int | None,
+) -> torch.Tensor:
+    """Launch an FP8 GEMM that writes `out`; `scales`: the kernel's arguments between the bias and the sizes."""
+    bias, tile, index = loadable(bias), config.tile, a.device.index
+    (m, k), n = a.shape, b.shape[0]
     cut = tile.cut(m, n, multiprocessors(index)) if cut is None else cut
-    maps = operand_maps(a, b, tile, run(n, out_dtype, tile.block_n))
-    pointers = (out.data_ptr(), *bias_arguments(bias), a_scale_inv.data_ptr(), b_scale_inv.data_ptr())
-    args = (maps, *pointers, np.int32(m), np.int32(n), np.int32(k), np.int32(cut))
-    config(a.dtype, b.dtype, out_dtype, accumulate, tile, 32 if n % 32 == 0 else 16, add).launch(index, cut, args)
+    maps = operand_maps(a, b, tile, run(n, out.dtype, tile.block_n))
+    sizes = (np.int32(m), np.int32(n), np.int32(k), np.int32(cut))
+    config.launch(index, cut, (maps, out.data_ptr(), *bias_arguments(bias), *scales, *sizes))
     return out
 
 

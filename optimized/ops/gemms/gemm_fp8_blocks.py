@@ -11,16 +11,8 @@ import numpy as np
 import torch
 
 from optimized.ops.gemms.gemm_config import FP8, OUTPUTS, TYPES, GemmConfig
-from optimized.ops.gemms.gemm_operands import (
-    UNWRITABLE,
-    bias_arguments,
-    check_devices,
-    loadable,
-    operand_maps,
-    run,
-    tell_once,
-    writable,
-)
+from optimized.ops.gemms.gemm_fp8 import add_bias_alone, launch_tiles
+from optimized.ops.gemms.gemm_operands import UNWRITABLE, check_devices, run, tell_once, writable
 from optimized.ops.gemms.gemm_tile import FP8_TILES, Tile, multiprocessors, select_tile
 from reference.ops.gemms.gemm_fp8_blocks import accumulate_outputs, outputs
 from reference.ops.library import on_cuda
@@ -88,18 +80,10 @@ def gemm_fp8_blocks_tiled(
     if m == 0 or n == 0:
         return out
     if k == 0:  # the accumulators are +0, and only the bias remains
-        zero = torch.zeros((m, n), dtype=torch.float32, device=a.device)
-        zero = zero if bias is None else zero + bias.to(torch.float32)
-        return out.copy_(out.float() + zero if add else zero)
-    bias = loadable(bias)
-    index = a.device.index
-    cut = tile.cut(m, n, multiprocessors(index)) if cut is None else cut
-    maps = operand_maps(a, b, tile, run(n, out_dtype, tile.block_n))
-    scales = [x for one in (a_scale_inv, b_scale_inv) for x in (one.data_ptr(), np.int32(one.stride(0)))]
-    args = (maps, out.data_ptr(), *bias_arguments(bias), *scales, np.int32(m), np.int32(n), np.int32(k), np.int32(cut))
+        return add_bias_alone(torch.zeros((m, n), dtype=torch.float32, device=a.device), bias, out, add)
     one = config(a.dtype, b.dtype, out_dtype, (a_square, b_square), tile, 32 if n % 32 == 0 else 16, add)
-    one.launch(index, cut, args)
-    return out
+    scales = [x for of in (a_scale_inv, b_scale_inv) for x in (of.data_ptr(), np.int32(of.stride(0)))]
+    return launch_tiles(one, a, b, tuple(scales), bias, out, cut)
 
 
 def _tile(m: int, n: int, k: int, index: int) -> Tile:

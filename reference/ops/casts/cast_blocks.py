@@ -140,18 +140,18 @@ def _cast(
     scale_inv[:, : grid.shape[1]] = grid
 
 
-def outputs(x: torch.Tensor, dtype: torch.dtype, square: bool, dialect: str, epsilon: float) -> Two:
-    check_blocks("twin::cast_blocks", x, dtype, square, dialect, epsilon)
-    rows, cols = x.shape
+def outputs(x: torch.Tensor, *blocks: *Blocks) -> Two:
+    check_blocks("twin::cast_blocks", x, *blocks)
+    (rows, cols), (dtype, square, *_) = x.shape, blocks
     return (
         x.new_empty(x.shape, dtype=dtype),
         x.new_empty(scale_shape(rows, cols, square), dtype=torch.float32),
     )
 
 
-def transpose_outputs(x: torch.Tensor, dtype: torch.dtype, square: bool, dialect: str, epsilon: float) -> Four:
-    check_blocks("twin::cast_blocks_transpose", x, dtype, square, dialect, epsilon)
-    rows, cols = x.shape
+def transpose_outputs(x: torch.Tensor, *blocks: *Blocks) -> Four:
+    check_blocks("twin::cast_blocks_transpose", x, *blocks)
+    (rows, cols), (dtype, square, *_) = x.shape, blocks
     return (
         x.new_empty(x.shape, dtype=dtype),
         x.new_empty((cols, ceil16(rows)), dtype=dtype),

@@ -25,7 +25,6 @@ from reference.ops.checks import check_input
 from reference.ops.library import define
 
 BLOCK = 32
-CPU_ONLY = "MXFP8 and NVFP4 need Blackwell's tensor cores, and the kernels here are for Hopper; the CPU computes both"
 
 Two = tuple[torch.Tensor, torch.Tensor]
 
@@ -38,7 +37,7 @@ def outputs(x: torch.Tensor, dtype: torch.dtype, square: bool) -> Two:
     return x.new_empty((x.shape[0], BLOCK * count), dtype=dtype), x.new_empty((x.shape[0], count), dtype=torch.uint8)
 
 
-@define(outputs, cpu_only=CPU_ONLY)
+@define(outputs, cpu_only=block_formats.CPU_ONLY)
 def cast_mxfp8(x: torch.Tensor, dtype: torch.dtype, square: bool) -> Two:
     """x `[rows, K]` -> (codes `[rows, ceil32(K)]` of `dtype`, scales uint8 `[rows, ceil32(K) / 32]`)."""
     codes, scales = outputs(x, dtype, square)

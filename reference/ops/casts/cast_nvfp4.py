@@ -32,7 +32,6 @@ import numpy as np
 import torch
 
 from reference.numbers import block_formats, formats, philox
-from reference.ops.casts.cast_mxfp8 import CPU_ONLY
 from reference.ops.checks import check_input
 from reference.ops.library import define
 from reference.ops.random.dropout import state_values
@@ -68,7 +67,7 @@ def random_bytes(rng_state: torch.Tensor, blocks: int) -> torch.Tensor:
     return torch.from_numpy(words.view(np.uint8))
 
 
-@define(outputs, mutates=("rng_state",), cpu_only=CPU_ONLY)
+@define(outputs, mutates=("rng_state",), cpu_only=block_formats.CPU_ONLY)
 def cast_nvfp4(x: torch.Tensor, square: bool, rng_state: torch.Tensor | None) -> Three:
     """x `[rows, K]` -> (codes uint8 `[rows, ceil16(K) / 2]`, scales E4M3 `[rows, ceil16(K) / 16]`, amax fp32 `[1]`)."""
     codes, scales, amax = outputs(x, square, rng_state)

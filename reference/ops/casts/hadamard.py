@@ -15,7 +15,6 @@ dtype: bf16 products are then summed in fp32, in an order of its own.
 import torch
 
 from reference.numbers import block_formats
-from reference.ops.casts.cast_mxfp8 import CPU_ONLY
 from reference.ops.checks import check_input
 from reference.ops.library import define
 
@@ -34,7 +33,7 @@ def outputs(x: torch.Tensor) -> torch.Tensor:
     return x.new_empty((x.shape[0], BLOCK * block_formats.blocks(x.shape[1], BLOCK)))
 
 
-@define(outputs, cpu_only=CPU_ONLY)
+@define(outputs, cpu_only=block_formats.CPU_ONLY)
 def hadamard(x: torch.Tensor) -> torch.Tensor:
     """x `[rows, K]` -> `[rows, ceil16(K)]` of x's dtype."""
     out = outputs(x)

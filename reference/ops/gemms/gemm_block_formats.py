@@ -26,7 +26,6 @@ import torch
 from reference.numbers import block_formats, formats
 from reference.numbers.tensor_core.operands import FP8_DTYPES
 from reference.ops.casts import cast_mxfp8, cast_nvfp4
-from reference.ops.casts.cast_mxfp8 import CPU_ONLY
 from reference.ops.checks import check_like
 from reference.ops.gemms.gemm_fp8 import check_accumulate, check_epilogue
 from reference.ops.library import define
@@ -172,7 +171,7 @@ def nvfp4_accumulate_outputs(
     check_accumulate(a, b, out)
 
 
-@define(mxfp8_outputs, cpu_only=CPU_ONLY)
+@define(mxfp8_outputs, cpu_only=block_formats.CPU_ONLY)
 def gemm_mxfp8(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -187,7 +186,7 @@ def gemm_mxfp8(
     return out.copy_(total if bias is None else total + bias.float())
 
 
-@define(mxfp8_accumulate_outputs, mutates=("out",), cpu_only=CPU_ONLY)
+@define(mxfp8_accumulate_outputs, mutates=("out",), cpu_only=block_formats.CPU_ONLY)
 def gemm_mxfp8_accumulate(
     a: torch.Tensor, b: torch.Tensor, a_scales: torch.Tensor, b_scales: torch.Tensor, out: torch.Tensor
 ) -> None:
@@ -196,7 +195,7 @@ def gemm_mxfp8_accumulate(
     out.copy_(out.float() + _product_mxfp8(a, b, a_scales, b_scales))
 
 
-@define(nvfp4_outputs, cpu_only=CPU_ONLY)
+@define(nvfp4_outputs, cpu_only=block_formats.CPU_ONLY)
 def gemm_nvfp4(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -213,7 +212,7 @@ def gemm_nvfp4(
     return out.copy_(total if bias is None else total + bias.float())
 
 
-@define(nvfp4_accumulate_outputs, mutates=("out",), cpu_only=CPU_ONLY)
+@define(nvfp4_accumulate_outputs, mutates=("out",), cpu_only=block_formats.CPU_ONLY)
 def gemm_nvfp4_accumulate(
     a: torch.Tensor,
     b: torch.Tensor,

@@ -23,20 +23,25 @@ from reference.ops.library import define
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def check_operands(a: torch.Tensor, b: torch.Tensor, a_scale_inv: torch.Tensor, b_scale_inv: torch.Tensor) -> None:
-    """Refuse all but contiguous FP8 `[M, K]` and `[N, K]`, K and N multiples of 16, and scales of one fp32 number."""
+def check_matrices(op: str, a: torch.Tensor, b: torch.Tensor) -> None:
+    """Refuse all but contiguous FP8 `[M, K]` and `[N, K]`, K and N multiples of 16."""
     for name, matrix in (("a", a), ("b", b)):
         if matrix.dtype not in FP8_DTYPES:
-            raise TypeError(f"{name} is {matrix.dtype}; gemm_fp8 takes float8_e4m3fn or float8_e5m2.")
+            raise TypeError(f"{name} is {matrix.dtype}; {op} takes float8_e4m3fn or float8_e5m2.")
         if matrix.dim() != 2:
             raise ValueError(f"{name} has shape {tuple(matrix.shape)}; a matrix [rows, K] is needed.")
         if not matrix.is_contiguous():
-            raise ValueError(f"{name} has strides {matrix.stride()}; gemm_fp8 takes contiguous rows.")
+            raise ValueError(f"{name} has strides {matrix.stride()}; {op} takes contiguous rows.")
     check_depth(a, b)
     if a.shape[1] % 16:
         raise ValueError(f"a has K = {a.shape[1]}; FP8 GEMMs need a K that is a multiple of 16.")
     if b.shape[0] % 16:
         raise ValueError(f"b has N = {b.shape[0]} rows; FP8 GEMMs need an N that is a multiple of 16.")
+
+
+def check_operands(a: torch.Tensor, b: torch.Tensor, a_scale_inv: torch.Tensor, b_scale_inv: torch.Tensor) -> None:
+    """`check_matrices`, and refuse scales that are not one fp32 number."""
+    check_matrices("gemm_fp8", a, b)
     for name, scale in (("a_scale_inv", a_scale_inv), ("b_scale_inv", b_scale_inv)):
         if scale.dtype != torch.float32 or scale.numel() != 1:
             raise ValueError(f"{name} is {scale.dtype} {tuple(scale.shape)}; one float32 number is needed.")

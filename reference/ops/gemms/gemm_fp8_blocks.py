@@ -17,18 +17,17 @@ so do (first · second) · p and an addition in place of the fma, as long as not
 
 Scales lie as `twin::cast_blocks` writes them. Square blocks on both sides are refused, as by cuBLASLt.
 
-Source: Transformer Engine's `tests/pytorch/references/blockwise_fp8_gemm_reference.py`. cuBLASLt 13 (`torch._scaled_mm`)
-on an H200 was measured with scales that are no powers of two, before this op was written. Blocks of a row by blocks of a
-row, in fp32: this order gives each of 40,960 words. By square blocks, in bf16: all but one of 40,960; the product of the
-two scales first gives all of them. Which of the two is right there is to be measured in fp32.
+Source: Transformer Engine's `tests/pytorch/references/blockwise_fp8_gemm_reference.py`. cuBLASLt 13 on an H200
+(`torch._scaled_mm`) was measured before this op was written, with scales that are no powers of two. Blocks of a row by
+blocks of a row, in fp32: this order gives each of 40,960 words. By square blocks, in bf16: it gives all but one of
+40,960; the product of the two scales first gives all of them. Which is right there is to be measured in fp32.
 """
 
 import torch
 
 from reference.numbers import tensor_core
-from reference.numbers.tensor_core.operands import FP8_DTYPES, check_depth
 from reference.ops.casts.cast_blocks import BLOCK, blocks_of, scale_shape
-from reference.ops.gemms.gemm_fp8 import check_accumulate, check_epilogue
+from reference.ops.gemms.gemm_fp8 import check_accumulate, check_epilogue, check_matrices
 from reference.ops.library import define
 from reference.support.numba_jit import fma, jit
 
@@ -41,19 +40,8 @@ def check_operands(
     a_square: bool,
     b_square: bool,
 ) -> None:
-    """Refuse all but contiguous FP8 `[M, K]` and `[N, K]`, K and N multiples of 16, with the scales of their blocks."""
-    for name, matrix in (("a", a), ("b", b)):
-        if matrix.dtype not in FP8_DTYPES:
-            raise TypeError(f"{name} is {matrix.dtype}; gemm_fp8_blocks takes float8_e4m3fn or float8_e5m2.")
-        if matrix.dim() != 2:
-            raise ValueError(f"{name} has shape {tuple(matrix.shape)}; a matrix [rows, K] is needed.")
-        if not matrix.is_contiguous():
-            raise ValueError(f"{name} has strides {matrix.stride()}; gemm_fp8_blocks takes contiguous rows.")
-    check_depth(a, b)
-    if a.shape[1] % 16:
-        raise ValueError(f"a has K = {a.shape[1]}; FP8 GEMMs need a K that is a multiple of 16.")
-    if b.shape[0] % 16:
-        raise ValueError(f"b has N = {b.shape[0]} rows; FP8 GEMMs need an N that is a multiple of 16.")
+    """`check_matrices`, and refuse square blocks on both sides and scales that are not those of the blocks."""
+    check_matrices("gemm_fp8_blocks", a, b)
     if a_square and b_square:
         raise ValueError("a_square and b_square are both True; square blocks on one side at most are accepted.")
     for name, matrix, scales, square in (("a", a, a_scale_inv, a_square), ("b", b, b_scale_inv, b_square)):
