@@ -18,7 +18,7 @@ from optimized.bench.layers import layer_tables
 from optimized.bench.table import Table, origin, table
 from reference.support import files
 
-_GEMMS = ("gemm", "gemm_epilogue", "gemm_shapes", "gemm_equality", "ladder")
+_GEMMS = ("gemm", "gemm_blocks", "gemm_epilogue", "gemm_shapes", "gemm_equality", "ladder")
 _MODULES = (
     *_GEMMS,
     "cast",

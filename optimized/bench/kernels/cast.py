@@ -13,14 +13,18 @@ from reference.ops.casts.cast_transpose import cast_outputs
 
 NAME = "cast_transpose"
 WHAT = "casts and reductions, against a device copy"
-KERNELS = ("cast", "cast_transpose", "multi_cast_transpose", "dbias", "amax")
+KERNELS = ("cast", "cast_transpose", "multi_cast_transpose", "cast_blocks", "dbias", "amax")
 SHAPES = ((8192, 4096), (8192, 12288), (8192, 16384), (4096, 4096), (16384, 4096), (2048, 1024))
 
 twin = torch.ops.twin
 
 
 def bytes_moved(op: str, rows: int, cols: int, size: int) -> int:
-    """The fewest bytes that an op must move: its inputs once and its outputs once."""
+    """The fewest bytes that an op must move: its inputs once and its outputs once; not a scale for 16,384 codes."""
+    if op.startswith("cast_blocks"):
+        copies = 1 if op == "cast_blocks" else 2
+        scales = 0 if op.endswith("square") else copies * 4 * rows * cols // 128
+        return rows * cols * (size + copies) + scales
     written = {"cast": 1, "cast_transpose": 2, "cast_transpose_dbias": 2, "dbias": 0, "amax": 0}
     return rows * cols * (size + written[op])
 
@@ -30,12 +34,17 @@ def variants(inputs: Sequence[torch.Tensor]) -> dict[str, Callable[[int], object
     scale = torch.full((3,), 2.0, device=inputs[0].device)
     history = torch.zeros(16, 3, device=inputs[0].device)
     x, scaling = in_turn(inputs), (scale, history, 0, torch.float8_e4m3fn)
+    blocks = (torch.float8_e4m3fn, False, "power_of_two", 0.0)
+    square = (torch.float8_e4m3fn, True, "power_of_two", 0.0)
     return {
         "cast": lambda i: twin.cast(x(i), *scaling),
         "cast_transpose": lambda i: twin.cast_transpose(x(i), *scaling),
         "cast_transpose_dbias": lambda i: twin.cast_transpose_dbias(x(i), *scaling),
         "dbias": lambda i: twin.dbias(x(i)),
         "amax": lambda i: twin.amax(x(i), history, 0),
+        "cast_blocks": lambda i: twin.cast_blocks(x(i), *blocks),
+        "cast_blocks_transpose": lambda i: twin.cast_blocks_transpose(x(i), *blocks),
+        "cast_blocks_transpose_square": lambda i: twin.cast_blocks_transpose(x(i), *square),
     }
 
 

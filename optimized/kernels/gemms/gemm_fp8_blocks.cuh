@@ -1,14 +1,16 @@
 // How the sum of a chain joins the accumulators where both operands have a scale for each block of 128 along K
 // (reference/ops/gemms/gemm_fp8_blocks.py):
 //
-//     acc = fma(p * first, second, acc)      the product rounded to fp32; first: of A's row, second: of B's;
-//                                            where A's blocks are square, of B's and of A's
+//     a row's and a square's scale     acc = fma(p, a * b, acc)      the product of the scales rounded to fp32
+//     a row's and a row's              acc = fma(p * a, b, acc)      p * a rounded to fp32
 //
 // Scales are those of cast_blocks.cu: of blocks of a row [blocks of K, ceil4(rows)], of square blocks
-// [blocks of rows, ceil4(blocks of K)]. A policy of a configuration, as `Added`.
+// [blocks of rows, ceil4(blocks of K)]. They come with the operands of a stage: of A, then of B, a float for each row of
+// the tile, or for each 128 rows the floats of four blocks of K, since the engine copies 16 bytes at least.
 #pragma once
 
 #include "gemm_fp8_mainloop.cuh"
+#include "ptx/bulk.cuh"
 
 namespace twin {
 
@@ -18,59 +20,118 @@ struct BlockScales {
     int stride;
 };
 
-template <int kRun, bool kSquareA, bool kSquareB>
+// Of one operand, whose tile has kRows rows.
+template <int kRows, bool kSquare>
+struct StageScales {
+    static constexpr int kSquares = (kRows + 127) / 128;
+    static constexpr int kBytes = kSquare ? 16 * kSquares : 4 * kRows;
+
+    // How many bytes of the rows from `first` on exist.
+    static __device__ __forceinline__ int bytes(int first, int end) {
+        return kSquare ? 16 * min((end - first + 127) / 128, kSquares) : min(4 * ((end - first + 3) / 4 * 4), kBytes);
+    }
+    static __device__ __forceinline__ void copy(unsigned to, const BlockScales& of, int first, int end, int kb,
+                                                unsigned full) {
+        if constexpr (kSquare) {
+#pragma unroll
+            for (int i = 0; i < kSquares; i++)
+                if (i == 0 || first + 128 * i < end)
+                    bulk_load(to + 16 * i, of.scales + static_cast<size_t>(first / 128 + i) * of.stride + kb / 4 * 4,
+                              16, full);
+        } else {
+            bulk_load(to, of.scales + static_cast<size_t>(kb) * of.stride + first, bytes(first, end), full);
+        }
+    }
+};
+
+// What the producer copies beside the operands of a tile of kRows x kColumns.
+template <int kRows, int kColumns, bool kSquareA, bool kSquareB>
+struct ScaleCopies {
+    using A = StageScales<kRows, kSquareA>;
+    using B = StageScales<kColumns, kSquareB>;
+    static constexpr int kBytes = A::kBytes + B::kBytes;
+
+    unsigned shared;  // of the first stage
+    BlockScales a, b;
+    int m, n;
+
+    __device__ __forceinline__ int bytes(const Tile& tile) const {
+        return A::bytes(tile.row, m) + B::bytes(tile.column, n);
+    }
+    __device__ __forceinline__ void operator()(const Tile& tile, int kb, int stage, unsigned full) const {
+        A::copy(shared + stage * kBytes, a, tile.row, m, kb, full);
+        B::copy(shared + stage * kBytes + A::kBytes, b, tile.column, n, kb, full);
+    }
+};
+
+// A policy of a configuration, as `Added`. Square blocks of B need tiles that lie within a block, or begin with one.
+template <int kRows, int kRun, bool kSquareA, bool kSquareB>
 struct Scaled {
     static constexpr bool kPromotes = true;
+    static constexpr bool kReadsStage = !kSquareB;  // while it promotes
     template <class Gemm>
     using Mainloop = SplitMainloop<Gemm>;
 
     // A scale for each column takes registers.
     template <int kColumns>
-    static constexpr int kParts = kColumns > 64 ? 2 : 1;
+    static constexpr int kParts = kColumns > (kSquareB ? 128 : 96) ? 2 : 1;
 
-    BlockScales a, b;
-    int m, n;
-    int row, column, k;  // the thread's first ones in this tile; the chain's block of K
+    int k;                // the chain's block of K
+    float of_row[2];      // of the thread's rows, or of their block
+    float of_columns[2];  // where B's blocks are square: of the tile's first 128 columns, and of the next
 
-    __device__ __forceinline__ Scaled(BlockScales a, BlockScales b, int m, int n) : a(a), b(b), m(m), n(n) {}
-
-    __device__ __forceinline__ void begin(const Tile& tile) {
-        const int lane = threadIdx.x % 32;
-        row = tile.row + threadIdx.x / 32 * 16 + lane / 4;
-        column = tile.column + lane % 4 * kRun;
+    template <int kColumns>
+    __device__ __forceinline__ void begin(const Tile&) {
+        static_assert(!kSquareB || kColumns % 128 == 0 || 128 % kColumns == 0, "one scale for 128 columns");
         k = 0;
     }
 
-    // Of a row, or of a column, that exists or not: what reaches no output may have any scale.
-    template <bool kSquare>
-    static __device__ __forceinline__ const float* scale_of(const BlockScales& of, int index, int k) {
-        return of.scales + (kSquare ? static_cast<size_t>(index / 128) * of.stride + k
-                                    : static_cast<size_t>(k) * of.stride + index);
+    // `scales`: those of the chain's stage.
+    template <int kColumns>
+    __device__ __forceinline__ void load(unsigned scales) {
+        const unsigned row = kSquareA ? scales + k % 4 * 4 : scales + threadIdx.x / 32 * 64 + threadIdx.x % 32 / 4 * 4;
+        of_row[0] = shared_float(row), of_row[1] = kSquareA ? of_row[0] : shared_float(row + 32);
+        if constexpr (kSquareB) {
+#pragma unroll
+            for (int i = 0; i < (kColumns + 127) / 128; i++)
+                of_columns[i] = shared_float(scales + StageScales<kRows, kSquareA>::kBytes + 16 * i + k % 4 * 4);
+        }
+        k++;
     }
 
     template <int kAcc, int kCount>
-    __device__ __forceinline__ void operator()(float (&acc)[kAcc], int first, const float (&sums)[kCount]) {
-        float of_row[2];
+    __device__ __forceinline__ void operator()(float (&acc)[kAcc], int first, const float (&sums)[kCount],
+                                               unsigned scales) const {
+        if constexpr (kSquareB) {
+            const float of_column = of_columns[first / 64];
+            const float factor[2] = {__fmul_rn(of_row[0], of_column), __fmul_rn(of_row[1], of_column)};
 #pragma unroll
-        for (int half = 0; half < 2; half++) of_row[half] = *scale_of<kSquareA>(a, min(row + 8 * half, m - 1), k);
-        // A run of kRun columns is 2 kRun accumulators, four for two columns of both rows; the next run is 4 kRun on.
+            for (int i = 0; i < kCount; i++) acc[first + i] = __fmaf_rn(sums[i], factor[i / 2 % 2], acc[first + i]);
+        } else {
+            const unsigned from = scales + StageScales<kRows, kSquareA>::kBytes + threadIdx.x % 4 * (4 * kRun);
 #pragma unroll
-        for (int i = 0; i < kCount; i += 4) {
-            const int within = (first + i) % (2 * kRun), run = (first + i) / (2 * kRun);
-            const int at = min(column + 4 * kRun * run + within / 2, n - 2);
-            float2 of_column;
-            if constexpr (kSquareB)
-                of_column.x = of_column.y = *scale_of<true>(b, at, k);
-            else
-                of_column = *reinterpret_cast<const float2*>(scale_of<false>(b, at, k));
+            for (int i = 0; i < kCount; i += 8) {
+                // Four columns of both rows: (row, column), (row, column + 1), (row + 8, column), ...
+                const int within = (first + i) % (2 * kRun), group = (first + i) / (2 * kRun);
+                const float4 found = shared_float4(from + 4 * (4 * kRun * group + within / 2));
+                const float of_column[4] = {found.x, found.y, found.z, found.w};
 #pragma unroll
-            for (int j = 0; j < 4; j++) {
-                const float its_row = of_row[j / 2], its_column = j % 2 ? of_column.y : of_column.x;
-                const float product = __fmul_rn(sums[i + j], kSquareA ? its_column : its_row);
-                acc[first + i + j] = __fmaf_rn(product, kSquareA ? its_row : its_column, acc[first + i + j]);
+                for (int j = 0; j < 8; j++) {
+                    const float its_row = of_row[j / 2 % 2], its_column = of_column[j / 4 * 2 + j % 2];
+                    float& sum = acc[first + i + j];
+                    sum = kSquareA ? __fmaf_rn(sums[i + j], __fmul_rn(its_row, its_column), sum)
+                                   : __fmaf_rn(__fmul_rn(sums[i + j], its_row), its_column, sum);
+                }
             }
         }
-        if (first + kCount == kAcc) k++;
+    }
+
+  private:
+    static __device__ __forceinline__ float shared_float(unsigned address) {
+        return *static_cast<const float*>(__cvta_shared_to_generic(address));
+    }
+    static __device__ __forceinline__ float4 shared_float4(unsigned address) {
+        return *static_cast<const float4*>(__cvta_shared_to_generic(address));
     }
 };
 

@@ -16,6 +16,7 @@ struct GemmDefaults {
     static constexpr int kStageBlocks = 1;  // how many of the kStages k-blocks in the ring share a stage's barriers
     static constexpr int kBHalves = 1;      // 2: a tile has the same columns of both halves of B's rows (x1 and x2)
     static constexpr int kRasterRows = 8;   // gemm_tile.cuh
+    static constexpr int kBesideBytes = 0;  // of a k-block in shared memory that the configuration copies itself
 };
 
 // How the copy engine reads A and B: in boxes of a part's rows and, at the matrix's edge, in boxes of the remaining
@@ -31,6 +32,12 @@ __device__ __forceinline__ int box_rows(int first, int end, int rows) {
     const int left = end - first;
     return left <= 0 ? 0 : left >= rows || first % rows != 0 ? rows : left;
 }
+
+// A producer that copies nothing beside the operands.
+struct OperandsOnly {
+    __device__ __forceinline__ int bytes(const Tile&) const { return 0; }
+    __device__ __forceinline__ void operator()(const Tile&, int, int, unsigned) const {}
+};
 
 // What follows from a configuration: tiles, stages, and what the producer does.
 template <class Config_>
@@ -48,7 +55,7 @@ struct GemmFP8 {
     static constexpr int kTileN = kBlockN / kBHalves;  // columns from one tile to the next
     static constexpr int kNarrow = Config::kNarrow;
     static constexpr int kAcc = kBlockN / 2;  // accumulators of a thread
-    using Map = SharedMap<kWarpgroups, kBlockN, kStages, kCluster, kStageBlocks>;
+    using Map = SharedMap<kWarpgroups, kBlockN, kStages, kCluster, kStageBlocks, Config::kBesideBytes>;
     using Tiles = Schedule<kBlockM, kTileN, kCluster, kNarrow == kBlockN ? kTileN : kNarrow, Config::kAcross,
                            Config::kRasterRows>;
     // The parts in which an operand's stage is copied: one; or one by each block of the cluster that shares it, into
@@ -59,11 +66,13 @@ struct GemmFP8 {
     static constexpr int kPartRowsA = kBlockM / kSharingA;
 
     // For each tile, copy k-blocks `begin` to end - 1 of A [m, ...] and B [n, ...], calling also(tile, kb) after each.
+    // beside(tile, kb, stage, barrier) copies beside.bytes(tile) bytes more.
     // kProducers warps take turns, since one alone needs some 210 cycles to issue a k-block's copies. Turns go on from
     // tile to tile: a warp that skipped more stages than the ring has would mistake a barrier's phase.
-    template <int kProducers = 1, class Also = Nothing>
+    template <int kProducers = 1, class Also = Nothing, class Beside = OperandsOnly>
     static __device__ __forceinline__ void produce(const OperandMaps& maps, unsigned shared, const Tiles& tiles,
-                                                   int begin, int end, int m, int n, const Also& also = {}) {
+                                                   int begin, int end, int m, int n, const Also& also = {},
+                                                   const Beside& beside = {}) {
         constexpr int kMine = kParts / kSharingB;  // parts of B that this block copies
         const int mine = kProducers == 1 ? 0 : threadIdx.x / 32 % 4;
         static_assert(kProducers <= kStages, "a producer's turn comes in each round of the ring");
@@ -84,6 +93,7 @@ struct GemmFP8 {
                 all_rows += rows;
                 if (kSharingB == 1 || part == tiles.rank) b_rows[part % kMine] = rows;
             }
+            const int bytes = all_rows * kStageRowBytes + beside.bytes(tile);
             for (int kb = begin; kb < end; kb += kStageBlocks, ring.advance(), turn++) {
                 if (turn % kProducers != mine) continue;
                 const int stage = ring.stage.index;
@@ -91,7 +101,7 @@ struct GemmFP8 {
                 const int blocks = kStageBlocks == 1 ? 1 : min(kStageBlocks, end - kb);
                 ring.wait_empty();
                 if (kb == begin) tile_of_stage<Map>(shared, stage) = tile;
-                ring.expect(blocks * all_rows * kStageRowBytes);
+                ring.expect(blocks * bytes);
 #pragma unroll
                 for (int block = 0; block < kStageBlocks; block++) {
                     if (block >= blocks) break;
@@ -118,6 +128,7 @@ struct GemmFP8 {
                         else
                             tma_load_5d_multicast(to, map, full, (1 << kCluster) - 1, k, 0, 0, 0, group);
                     }
+                    beside(tile, kb + block, stage, full);
                     also(tile, kb + block);
                 }
             }
@@ -174,16 +185,21 @@ struct SplitMainloop : Mainloop<typename Gemm::Map> {
     typename Gemm::Issue operands;
     typename Config::Promotion promote;
 
-    __device__ __forceinline__ SplitMainloop(unsigned shared, int k_blocks, typename Config::Promotion promote = {})
-        : Mainloop<typename Gemm::Map>(shared, k_blocks), operands(shared), promote(promote) {}
+    __device__ __forceinline__ SplitMainloop(unsigned shared, int k_blocks)
+        : Mainloop<typename Gemm::Map>(shared, k_blocks), operands(shared) {}
 
     template <class Epilogue, class Last>
     __device__ __forceinline__ void operator()(float (&acc)[kAcc], const Tile& tile, Epilogue&, const Last&) {
-        promote.begin(tile);
+        promote.template begin<kBlockN>(tile);
         if (kNarrow < kBlockN && tile.end - tile.column <= kNarrow)
             sum(columns<kNarrow>(acc), !tile.last);
         else
             sum(acc, !tile.last);
+    }
+
+    // What the configuration has in a stage beside the operands.
+    __device__ __forceinline__ unsigned beside(int stage) const {
+        return this->shared + Gemm::Map::kBeside + stage * Gemm::Map::kBesideBytes;
     }
 
     template <int kCount>
@@ -191,17 +207,18 @@ struct SplitMainloop : Mainloop<typename Gemm::Map> {
 #pragma unroll
         for (int i = 0; i < kCount; i++) acc[i] = 0.0f;
         if constexpr (kAlternating) {
-            alternate([&](const float (&partial)[kCount]) { promote(acc, 0, partial); });
+            alternate([&](const float (&partial)[kCount], int stage) { promote(acc, 0, partial, beside(stage)); },
+                      [&](int stage) { promote.template load<kBlockN>(beside(stage)); });
         } else {
             promote_parts(acc, more);
         }
     }
 
-    // Calls take(partial) with each k-block's chain, in order, while the chains of the next stage run. The chains of a
-    // stage run side by side, since with few columns a wgmma waits for the one before it longer than it takes. A thread
-    // has two temporaries for each chain of a stage.
-    template <class Take>
-    __device__ __forceinline__ void alternate(const Take& take) {
+    // Calls take(partial, stage) with each k-block's chain, in order, while the chains of the next stage run, and before
+    // it waits for those of a stage, ahead(stage). The chains of a stage run side by side, since with few columns a wgmma
+    // waits for the one before it longer than it takes. A thread has two temporaries for each chain of a stage.
+    template <class Take, class Ahead = Nothing>
+    __device__ __forceinline__ void alternate(const Take& take, const Ahead& ahead = {}) {
         static_assert(Gemm::kStages >= 2, "a stage is waited for while the one before it is still held");
         float even[kStageBlocks][kAcc], odd[kStageBlocks][kAcc];
         int previous;
@@ -223,25 +240,26 @@ struct SplitMainloop : Mainloop<typename Gemm::Map> {
         const auto finish = [&](float (&partials)[kStageBlocks][kAcc], int count = kStageBlocks) {
 #pragma unroll
             for (int c = 0; c < kStageBlocks; c++) wgmma_hold(partials[c]);
-            this->release(ring.empty(previous));
+            if constexpr (!Config::Promotion::kReadsStage) this->release(ring.empty(previous));
 #pragma unroll
             for (int c = 0; c < kStageBlocks; c++)
-                if (c < count) take(partials[c]);
+                if (c < count) take(partials[c], previous);
+            if constexpr (Config::Promotion::kReadsStage) this->release(ring.empty(previous));
         };
         const auto next = [&] { previous = ring.stage.index, ring.advance(); };
         int stages = (k_blocks + kStageBlocks - 1) / kStageBlocks;
         const int last = k_blocks - (stages - 1) * kStageBlocks;
         start(even);
         for (; stages > 2; stages -= 2) {
-            next(), start(odd), wgmma_wait<1>(), finish(even);
-            next(), start(even), wgmma_wait<1>(), finish(odd);
+            next(), start(odd), ahead(previous), wgmma_wait<1>(), finish(even);
+            next(), start(even), ahead(previous), wgmma_wait<1>(), finish(odd);
         }
         next();
         if (stages == 2) {
-            start(odd), wgmma_wait<1>(), finish(even);
-            next(), wgmma_wait<0>(), finish(odd, last);
+            start(odd), ahead(previous), wgmma_wait<1>(), finish(even);
+            next(), ahead(previous), wgmma_wait<0>(), finish(odd, last);
         } else {
-            wgmma_wait<0>(), finish(even, last);
+            ahead(previous), wgmma_wait<0>(), finish(even, last);
         }
     }
 
@@ -262,37 +280,44 @@ struct SplitMainloop : Mainloop<typename Gemm::Map> {
                 for (int k = 0; k < 4; k++)
                     wgmma_k32<A, B>(partial, a + 2 * k, b + part * (2 * kPart * kStageRowBytes >> 4) + 2 * k, k > 0);
                 wgmma_commit();
-                if (part == kSplitParts - 1) {
-                    const unsigned empty = ring.empty();
+                const bool is_last = part == kSplitParts - 1;
+                const unsigned empty = ring.empty(), scales = beside(ring.stage.index);
+                if (part == 0) promote.template load<kBlockN>(scales);
+                if (is_last) {
                     ring.advance();
                     if (kb < followed) ring.wait_full();
-                    wgmma_wait<0>();
-                    this->release(empty);
-                } else {
-                    wgmma_wait<0>();
                 }
+                wgmma_wait<0>();
+                if (is_last && !Config::Promotion::kReadsStage) this->release(empty);
                 wgmma_hold(partial);
-                promote(acc, part * kPart, partial);
+                promote(acc, part * kPart, partial, scales);
+                if (is_last && Config::Promotion::kReadsStage) this->release(empty);
             }
         }
     }
 };
 
 // How the sum of a chain joins the accumulators: added to them, each sum rounded once. A policy of a configuration: the
-// main loop asks into how many parts a tile's columns are cut, says when a tile begins, and calls it for each chain in order of K, and for each part of a tile's columns;
-// `first` is the accumulator of the part's first sum.
+// main loop asks into how many parts a tile's columns are cut, and says when a tile begins. For each k-block it calls
+// load while the chain runs, and then the policy itself, for each part of the columns; `first` is the accumulator of the
+// part's first sum. Both are given what the configuration has in the stage (kBesideBytes); with kReadsStage it is still
+// there when the policy runs.
 struct Added {
-    static constexpr bool kPromotes = true;
+    static constexpr bool kPromotes = true, kReadsStage = false;
     template <class Gemm>
     using Mainloop = SplitMainloop<Gemm>;
 
     template <int kColumns>
     static constexpr int kParts = kColumns > 128 ? 2 : 1;
 
+    template <int kColumns>
     __device__ __forceinline__ void begin(const Tile&) const {}
+    template <int kColumns>
+    __device__ __forceinline__ void load(unsigned) const {}
 
     template <int kAcc, int kCount>
-    __device__ __forceinline__ void operator()(float (&acc)[kAcc], int first, const float (&sums)[kCount]) const {
+    __device__ __forceinline__ void operator()(float (&acc)[kAcc], int first, const float (&sums)[kCount],
+                                               unsigned) const {
 #pragma unroll
         for (int i = 0; i < kCount; i++) acc[first + i] = __fadd_rn(acc[first + i], sums[i]);
     }

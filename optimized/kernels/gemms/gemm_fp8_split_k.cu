@@ -52,7 +52,7 @@ extern "C" __global__ void __launch_bounds__(256, 2)
             store_fp32<Gemm::kRun>(acc, to);
         } else {
             next_slab(begin - count);
-            mainloop.alternate([&](const float (&partial)[Gemm::kAcc]) {
+            mainloop.alternate([&](const float (&partial)[Gemm::kAcc], int) {
                 next_slab(1);
                 store_fp32<Gemm::kRun>(partial, to);
             });

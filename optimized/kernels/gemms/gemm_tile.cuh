@@ -12,6 +12,7 @@
 // Shared memory, from the start (1024-byte aligned, as the 128-byte swizzle needs):
 //   A   [kStages][kStageBlocks][64 * kWarpgroups rows][128 bytes of K]
 //   B   [kStages][kStageBlocks][kBlockN rows][128 bytes of K]
+//   beside [kStages][kStageBlocks][bytes that the configuration copies itself]
 //   full [kStages], empty [kStages]   mbarriers of 8 bytes
 //   tiles [kStages]   the tile that begins with this stage, if one does
 #pragma once
@@ -111,7 +112,7 @@ struct Schedule {
     }
 };
 
-template <int kWarpgroups_, int kBlockN, int kStages_, int kCluster_, int kStageBlocks = 1>
+template <int kWarpgroups_, int kBlockN, int kStages_, int kCluster_, int kStageBlocks = 1, int kBeside_ = 0>
 struct SharedMap {
     static constexpr int kWarpgroups = kWarpgroups_, kStages = kStages_, kCluster = kCluster_;
     using Ring = twin::Ring<kStages>;
@@ -119,7 +120,9 @@ struct SharedMap {
     static constexpr int kBBytes = kStageBlocks * kBlockN * kStageRowBytes;
     static constexpr int kA = 0;
     static constexpr int kB = kA + kStages * kABytes;
-    static constexpr int kBarriers = kB + kStages * kBBytes;
+    static constexpr int kBesideBytes = kStageBlocks * kBeside_;
+    static constexpr int kBeside = kB + kStages * kBBytes;
+    static constexpr int kBarriers = kBeside + kStages * kBesideBytes;
     static constexpr int kTiles = kBarriers + Ring::kBytes;
     static constexpr int kBytes = kTiles + kStages * 16;
     static_assert(kBytes <= 232448, "a block has at most 227 KB of shared memory");

@@ -12,14 +12,41 @@ import torch
 
 from optimized.ops.gemms.gemm_config import FP8, OUTPUTS, TYPES, GemmConfig
 from optimized.ops.gemms.gemm_fp8 import add_bias_alone, launch_tiles
-from optimized.ops.gemms.gemm_operands import UNWRITABLE, check_devices, run, tell_once, writable
-from optimized.ops.gemms.gemm_tile import FP8_TILES, Tile, multiprocessors, select_tile
+from optimized.ops.gemms.gemm_operands import UNWRITABLE, check_devices, loadable, run, tell_once, writable
+from optimized.ops.gemms.gemm_tile import Cost, Tile, cheapest_tile, multiprocessors
 from reference.ops.gemms.gemm_fp8_blocks import accumulate_outputs, outputs
 from reference.ops.library import on_cuda
 
-# Wider tiles leave no registers for scales, and clusters none for a sum that is added to.
-BLOCK_TILES = tuple(tile for tile in FP8_TILES if tile.cluster == 1 and tile.block_n in (64, 128, 160))
 _SQUARES = ((False, False), (False, True), (True, False))
+# What a tile costs (gemm_tile.py): where b's blocks are square, and where they are of rows. A tile with square blocks
+# lies within one of them or begins with one. Of 256 columns, scales of rows leave no registers.
+COSTS: dict[Tile, tuple[Cost | None, Cost | None]] = {
+    Tile(2, 256, 4, mixed=False): (Cost(1210, 5500), None),
+    Tile(2, 192, 5): (None, Cost(895, 5360)),
+    Tile(2, 160, 6): (None, Cost(800, 4830)),
+    Tile(2, 128, 6): (Cost(615, 2100), Cost(615, 2100)),
+    Tile(2, 96, 7): (None, Cost(500, 1640)),
+    Tile(2, 64, 9): (Cost(430, 1010), Cost(430, 1010)),
+    Tile(1, 128, 9): (Cost(395, 1450), Cost(395, 1450)),
+    Tile(1, 64, 13): (Cost(295, 860), Cost(295, 860)),
+    Tile(1, 32, 18): (Cost(235, 650), Cost(235, 650)),
+    Tile(1, 16, 21): (Cost(200, 470), Cost(200, 470)),
+}
+
+
+def costs(square: bool) -> tuple[tuple[Tile, Cost], ...]:
+    """The tiles that the kernel has, and what each costs, where b's blocks are `square` or of rows."""
+    found = ((tile, pair[0 if square else 1]) for tile, pair in COSTS.items())
+    return tuple((tile, cost) for tile, cost in found if cost is not None)
+
+
+_COSTS = costs(False), costs(True)
+
+
+def beside_bytes(tile: Tile, squares: tuple[bool, bool]) -> int:
+    """Shared memory of the scales, in all stages (kernels/gemms/gemm_fp8_blocks.cuh)."""
+    rows = zip((tile.block_m, tile.block_n), squares, strict=True)
+    return tile.stages * sum(16 * -(-count // 128) if square else 4 * count for count, square in rows)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -42,17 +69,23 @@ def config(
         "SQUARE_A": int(squares[0]),
         "SQUARE_B": int(squares[1]),
         "ACCUMULATE": int(add),
-        **tile.macros("WARPGROUPS", "BLOCK_N", "STAGES", "CLUSTER", "ACROSS", "NARROW"),
+        **tile.macros("WARPGROUPS", "BLOCK_N", "STAGES"),
         "RUN": run(n, out, tile.block_n),
     }
-    return GemmConfig("gemm_fp8_blocks", tile, tuple(macros.items()))
+    return GemmConfig("gemm_fp8_blocks", tile, tuple(macros.items()), beside_bytes(tile, squares))
 
 
 # What the CPU suite compiles: every tile with each form of blocks, and every format and output with one tile.
 _E4M3, _E5M2 = FP8
-_EVERY_TILE = itertools.product([_E4M3], [_E4M3], [torch.bfloat16], _SQUARES, BLOCK_TILES, (16, 32))
-_EVERY_FORMAT = itertools.product([_E5M2], FP8, OUTPUTS, _SQUARES[:1], BLOCK_TILES[:1], [32])
-_ADDING = itertools.product([_E4M3], [_E4M3], OUTPUTS, _SQUARES[:1], BLOCK_TILES, (16, 32), [True])
+_EVERY_TILE = [
+    (_E4M3, _E4M3, torch.bfloat16, squares, tile, n)
+    for squares in _SQUARES
+    for tile, _ in costs(squares[1])
+    for n in (16, 32)
+]
+_EVERY_FORMAT = itertools.product([_E5M2], FP8, OUTPUTS, _SQUARES[:1], [Tile(2, 128, 6)], [32])
+_TILES = [tile for tile, _ in costs(False)]
+_ADDING = itertools.product([_E4M3], [_E4M3], OUTPUTS, _SQUARES[:1], _TILES, (16, 32), [True])
 CONFIGURATIONS = [config(*case).listed for case in (*_EVERY_TILE, *_EVERY_FORMAT, *_ADDING)]
 
 
@@ -70,7 +103,7 @@ def gemm_fp8_blocks_tiled(
     add: bool = False,
     cut: int | None = None,
 ) -> torch.Tensor:
-    """`gemm_fp8_blocks` with a given tile, one of `gemm_tile.TILES` without a cluster or any that fits.
+    """`gemm_fp8_blocks` with a given tile, one of `costs(b_square)`.
 
     The arguments are those that `gemm_fp8_blocks` accepts; `out`, `add` and `cut` are as in `gemm.gemm_tiled`.
     """
@@ -82,12 +115,14 @@ def gemm_fp8_blocks_tiled(
     if k == 0:  # the accumulators are +0, and only the bias remains
         return add_bias_alone(torch.zeros((m, n), dtype=torch.float32, device=a.device), bias, out, add)
     one = config(a.dtype, b.dtype, out_dtype, (a_square, b_square), tile, 32 if n % 32 == 0 else 16, add)
-    scales = [x for of in (a_scale_inv, b_scale_inv) for x in (of.data_ptr(), np.int32(of.stride(0)))]
+    found = [loadable(of) for of in (a_scale_inv, b_scale_inv)]
+    scales = [x for of in found for x in (of.data_ptr(), np.int32(of.stride(0)))]
     return launch_tiles(one, a, b, tuple(scales), bias, out, cut)
 
 
-def _tile(m: int, n: int, k: int, index: int) -> Tile:
-    return select_tile(m, n, k, True, multiprocessors(index), BLOCK_TILES)
+def _tile(a: torch.Tensor, b: torch.Tensor, b_square: bool) -> Tile:
+    sms = multiprocessors(a.device.index)
+    return cheapest_tile(a.shape[0], b.shape[0], a.shape[1], sms, _COSTS[b_square])
 
 
 @on_cuda
@@ -104,7 +139,7 @@ def gemm_fp8_blocks(
     """a `[M, K]` and b `[N, K]` float8 with the scales of their blocks, bias `[N]` or None -> `[M, N]` of out_dtype."""
     out = outputs(a, b, a_scale_inv, b_scale_inv, a_square, b_square, bias, out_dtype)
     check_devices("gemm_fp8_blocks", a, b=b, a_scale_inv=a_scale_inv, b_scale_inv=b_scale_inv, bias=bias)
-    tile = _tile(a.shape[0], b.shape[0], a.shape[1], a.device.index)
+    tile = _tile(a, b, b_square)
     rest = (a, b, a_scale_inv, b_scale_inv, a_square, b_square, bias, out_dtype)
     return gemm_fp8_blocks_tiled(*rest, tile, out)
 
@@ -124,8 +159,7 @@ def gemm_fp8_blocks_accumulate(
     check_devices("gemm_fp8_blocks", a, b=b, a_scale_inv=a_scale_inv, b_scale_inv=b_scale_inv, out=out)
     rest = (a, b, a_scale_inv, b_scale_inv, a_square, b_square, None)
     if writable(out):
-        tile = _tile(a.shape[0], b.shape[0], a.shape[1], a.device.index)
-        gemm_fp8_blocks_tiled(*rest, out.dtype, tile, out, add=True)
+        gemm_fp8_blocks_tiled(*rest, out.dtype, _tile(a, b, b_square), out, add=True)
     else:
         tell_once("gemm_fp8_blocks_accumulate", UNWRITABLE)
         out.copy_(out.float() + gemm_fp8_blocks(*rest, torch.float32))

@@ -37,7 +37,7 @@ class Tile:
     """An output tile: `warpgroups` consumers of 64 rows each, `block_n` columns, a ring of `stages` k-blocks.
 
     The `cluster` blocks compute tiles one below the other and share the copies of B, or, with `across`, tiles side by
-    side and share the copies of A.
+    side and share the copies of A. Without `mixed` all tiles have `block_n` columns.
     """
 
     warpgroups: int
@@ -45,6 +45,7 @@ class Tile:
     stages: int
     cluster: int = 1
     across: bool = False
+    mixed: bool = True
 
     def __post_init__(self) -> None:
         if (
@@ -95,7 +96,7 @@ class Tile:
     @property
     def narrow(self) -> int:
         """Columns of the narrow tiles that are mixed with those of `block_n`; `block_n` where there are none."""
-        return 224 if self.block_n == 256 else self.block_n
+        return 224 if self.block_n == 256 and self.mixed else self.block_n
 
     @property
     def sharing_a(self) -> int:
@@ -180,11 +181,15 @@ LONG, NEARLY = 300_000, 1.01
 
 def modelled_cycles(tile: Tile, m: int, n: int, k_bytes: int, split: bool, sms: int) -> float:
     """The time in cycles that `select_tile` compares; arguments as there."""
+    return cycles_of(tile, COSTS[tile][split], m, n, k_bytes, sms)
+
+
+def cycles_of(tile: Tile, cost: Cost, m: int, n: int, k_bytes: int, sms: int) -> float:
+    """The time in cycles that `cheapest_tile` compares; arguments as there."""
     if m == 0 or n == 0:
         return 0.0
     blocks, rest = divmod(k_bytes, K_BLOCK_BYTES)
     k_blocks = blocks + (rest > 0)
-    cost = COSTS[tile][split]
     rows = min(tile.block_m, m) / tile.sharing_a + min(tile.block_n, n) / tile.sharing_b  # that a block copies
     row, lines = (0.0, 1.0) if not rest else (ROW_16, LINES_16) if k_bytes % 32 else (ROW_32, LINES_32)
     tiles = tile.cut(m, n, sms)
@@ -203,8 +208,18 @@ def modelled_cycles(tile: Tile, m: int, n: int, k_bytes: int, split: bool, sms: 
     return cycles + (CLUSTER_START if tile.cluster > 1 else 0)
 
 
-@functools.lru_cache(maxsize=4096)
 def select_tile(m: int, n: int, k_bytes: int, split: bool, sms: int, tiles: tuple[Tile, ...] = TILES) -> Tile:
+    """`cheapest_tile` of `tiles`, those of a kernel, with the costs of one chain over K or of `split` accumulation."""
+    return cheapest_tile(m, n, k_bytes, sms, _costs(tiles, split))
+
+
+@functools.cache
+def _costs(tiles: tuple[Tile, ...], split: bool) -> tuple[tuple[Tile, Cost], ...]:
+    return tuple((tile, COSTS[tile][split]) for tile in tiles)
+
+
+@functools.lru_cache(maxsize=4096)
+def cheapest_tile(m: int, n: int, k_bytes: int, sms: int, costs: tuple[tuple[Tile, Cost], ...]) -> Tile:
     """The tile with the least modelled time for `[m, k] · [n, k]ᵀ` on `sms` multiprocessors.
 
     For a long GEMM it is the largest tile within 1 % of that time: it copies operands least often.
@@ -212,13 +227,12 @@ def select_tile(m: int, n: int, k_bytes: int, split: bool, sms: int, tiles: tupl
     Args:
         m, n: rows and columns of the output.
         k_bytes: bytes of a row of an operand.
-        split: whether the accumulation is split.
         sms: multiprocessors, each of which runs one persistent block.
-        tiles: those that the kernel has.
+        costs: the tiles that the kernel has, each with what it costs.
     """
     # Without a second row of tiles, or a second column, a cluster's second block has nothing to do.
-    candidates = (t for t in tiles if t.cluster == 1 or (n > t.block_n if t.across else m > t.block_m))
-    cycles = {tile: modelled_cycles(tile, m, n, k_bytes, split, sms) for tile in candidates}
+    tried = (one for one in costs if one[0].cluster == 1 or (n > one[0].block_n if one[0].across else m > one[0].block_m))
+    cycles = {tile: cycles_of(tile, cost, m, n, k_bytes, sms) for tile, cost in tried}
     least = min(cycles.values())
     near = [tile for tile in cycles if cycles[tile] <= least * (NEARLY if least > LONG else 1)]
     return max(near, key=lambda tile: (tile.block_m * tile.block_n, -cycles[tile]))

@@ -6,7 +6,7 @@ from itertools import product
 
 import torch
 
-from optimized.ops.gemms.gemm_fp8_blocks import BLOCK_TILES, gemm_fp8_blocks_tiled
+from optimized.ops.gemms.gemm_fp8_blocks import costs, gemm_fp8_blocks_tiled
 from optimized.recordings.calls import BF16, E4M3, E5M2, FP16, Call, Calls, Inputs
 from optimized.recordings.case import FP8, WIDE, Case, Outputs, codes, numbers, short
 from optimized.recordings.cases.gemm import adding, with_tile
@@ -60,10 +60,11 @@ def operands(
 
 def calls(c: Inputs) -> Calls:
     # More than one tile and ragged in each direction. Rows of 8 and of 4 words.
-    for tile, squares, (m, n, k) in product(BLOCK_TILES, _SQUARES, ((264, 528, 272), (140, 736, 144))):
-        given = (*operands(c, m, n, k, squares), None, BF16)
-        yield Call(twin.gemm_fp8_blocks, given, with_tile(gemm_fp8_blocks_tiled, tile))
-    for tile, dtype in product(BLOCK_TILES, WIDE):
+    for squares, (m, n, k) in product(_SQUARES, ((264, 528, 272), (140, 736, 144))):
+        for tile, _ in costs(squares[1]):
+            given = (*operands(c, m, n, k, squares), None, BF16)
+            yield Call(twin.gemm_fp8_blocks, given, with_tile(gemm_fp8_blocks_tiled, tile))
+    for (tile, _), dtype in product(costs(False), WIDE):
         given = (*operands(c, 264, 272, 592, (False, False)), c.x(264, 272, dtype=dtype))
         yield Call(twin.gemm_fp8_blocks_accumulate, given, adding(gemm_fp8_blocks_tiled, tile))
     biased = product([E4M3], [E4M3], WIDE, WIDE)

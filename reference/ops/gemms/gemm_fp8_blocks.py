@@ -2,14 +2,14 @@
 
     acc = +0;  for each block k of 128, in order of K:
         p   = a[:, k] · b[:, k]ᵀ             one chain from zero, fp32 (`reference.numbers.tensor_core.gemm`)
-        p   = p · first[k]                   rounded to fp32
-        acc = fma(p, second[k], acc)         rounded to fp32
+        both of rows:                        p = p · s, rounded to fp32;  acc = fma(p, t, acc), rounded to fp32
+        one of them square:                  f = s · t, rounded to fp32;  acc = fma(p, f, acc), rounded to fp32
     out = acc + bias                         rounded to fp32, where there is a bias
     out -> out_dtype                         rounded to nearest even
 
-first, second: the scale_inv of a's row and of b's row (of its block of 128 rows, where blocks are square). a's comes
-first; where a's blocks are square, b's does. With scales that are powers of two either order gives the same words, and
-so do (first · second) · p and an addition in place of the fma, as long as nothing overflows or underflows.
+s, t: the scale_inv of a's row and of b's row, or of its block of 128 rows, where blocks are square. With scales that are
+powers of two both orders give the same words, and so does an addition in place of the fma, as long as nothing overflows
+or underflows.
 
 `twin::gemm_fp8_blocks_accumulate` adds such a GEMM in fp32 to a gradient in place:
 
@@ -17,10 +17,10 @@ so do (first · second) · p and an addition in place of the fma, as long as not
 
 Scales lie as `twin::cast_blocks` writes them. Square blocks on both sides are refused, as by cuBLASLt.
 
-Source: Transformer Engine's `tests/pytorch/references/blockwise_fp8_gemm_reference.py`. cuBLASLt 13 on an H200
-(`torch._scaled_mm`) was measured before this op was written, with scales that are no powers of two. Blocks of a row by
-blocks of a row, in fp32: this order gives each of 40,960 words. By square blocks, in bf16: it gives all but one of
-40,960; the product of the two scales first gives all of them. Which is right there is to be measured in fp32.
+Source: cuBLASLt 13 (`torch._scaled_mm`), which Transformer Engine calls. On an H100, with scales that are no powers of
+two and fp32 outputs, this gives each of 65,536 words in all three forms of blocks; `optimized/recordings` holds such
+words. DeepGEMM multiplies the scales first, too. Transformer Engine's own reference
+(`tests/pytorch/references/blockwise_fp8_gemm_reference.py`) has the order of rows for square blocks as well.
 """
 
 import torch
@@ -82,12 +82,12 @@ def accumulate_outputs(
 
 
 @jit
-def _promote(acc, p, rows, columns, columns_first):  # type: ignore[no-untyped-def]
-    """acc `[M, N]` = fma(p · first, second, acc), of the rows' factors `[M]` and the columns' `[N]`."""
+def _promote(acc, p, rows, columns, factors_first):  # type: ignore[no-untyped-def]
+    """acc `[M, N]` = fma(p, rows · columns, acc) or fma(p · rows, columns, acc), of factors `[M]` and `[N]`."""
     for i in range(p.shape[0]):
         for j in range(p.shape[1]):
-            if columns_first:
-                acc[i, j] = fma(p[i, j] * columns[j], rows[i], acc[i, j])
+            if factors_first:
+                acc[i, j] = fma(p[i, j], rows[i] * columns[j], acc[i, j])
             else:
                 acc[i, j] = fma(p[i, j] * rows[i], columns[j], acc[i, j])
 
@@ -113,7 +113,7 @@ def accumulated(
     for k in range(blocks_of(a.shape[1])):
         part = slice(BLOCK * k, BLOCK * (k + 1))
         p = tensor_core.gemm(a[:, part].contiguous(), b[:, part].contiguous())
-        _promote(acc.numpy(), p.numpy(), rows[k].numpy(), columns[k].numpy(), a_square)
+        _promote(acc.numpy(), p.numpy(), rows[k].numpy(), columns[k].numpy(), a_square or b_square)
     return acc
 
 

@@ -45,15 +45,15 @@ def test_words_follow_the_contract(squares: tuple[bool, bool]) -> None:
                 p = tensor_core.gemm(a[i : i + 1, part].contiguous(), b[j : j + 1, part].contiguous()).item()
                 of_a = sa[i // 128, block] if squares[0] else sa[block, i]
                 of_b = sb[j // 128, block] if squares[1] else sb[block, j]
-                first, second = (of_b, of_a) if squares[0] else (of_a, of_b)
-                product = np.float32(p) * np.float32(first)
-                acc = rounded(Fraction(float(product)) * Fraction(float(second)) + Fraction(float(acc)))
+                p, of_a, of_b = np.float32(p), np.float32(of_a), np.float32(of_b)
+                left, right = (p, of_a * of_b) if any(squares) else (p * of_a, of_b)
+                acc = rounded(Fraction(float(left)) * Fraction(float(right)) + Fraction(float(acc)))
             assert np.float32(found[i, j]) == acc
 
 
 @pytest.mark.parametrize("squares", SQUARES)
 def test_with_powers_of_two_each_promotion_gives_the_same_words(squares: tuple[bool, bool]) -> None:
-    """DeepGEMM's: the scales' product first, then an addition."""
+    """The scales' product first, then an addition."""
     m, n, k = 130, 144, 400
     (a, sa), (b, sb) = operand(m, k, squares[0], 3, power=True), operand(n, k, squares[1], 4, power=True)
     acc = torch.zeros(m, n)
