@@ -43,17 +43,25 @@ class Benchmark:
 
 def of_casts() -> Benchmark:
     shapes = ((8192, 4096), (8192, 12288), (8192, 16384), (4096, 4096), (16384, 4096), (2048, 1024))
-    written = {"cast": 1, "cast_transpose": 2, "cast_transpose_dbias": 2, "dbias": 0, "amax": 0}
+    # In bytes of 128 elements: codes, and 4 for each scale.
+    written = {
+        **{"cast": 128, "cast_transpose": 256, "cast_transpose_dbias": 256, "dbias": 0, "amax": 0},
+        **{"cast_blocks": 132, "cast_blocks_transpose": 264, "cast_blocks_transpose_square": 256},
+    }
+    blocks = "cast_blocks.cast_blocks [FP8=0 SQUARE={} TRANSPOSE={} WIDE={{wide}}]"
     return Benchmark(
         cast, 8, 20,
         [{"dtype": dtype, "rows": rows, "cols": cols} for dtype in SIZES for rows, cols in shapes],
-        lambda op, case: case["rows"] * case["cols"] * (SIZES[case["dtype"]] + written[op]),
+        lambda op, case: case["rows"] * case["cols"] * (128 * SIZES[case["dtype"]] + written[op]) // 128,
         {
             "cast": ("cast.cast [FP8=0 WIDE={wide}]",),
             "cast_transpose": ("cast_transpose.cast_transpose [DBIAS=0 FP8=0 WIDE={wide}]",),
             "cast_transpose_dbias": ("cast_transpose.cast_transpose [DBIAS=1 FP8=0 WIDE={wide}]", "dbias.total ["),
             "dbias": ("dbias.dbias [",),
             "amax": ("amax.amax [WIDE={wide}]",),
+            "cast_blocks": (blocks.format(0, 0),),
+            "cast_blocks_transpose": (blocks.format(0, 1),),
+            "cast_blocks_transpose_square": (blocks.format(1, 1),),
         },
         "dtype", {"bf16": "bf16 input", "fp32": "fp32 input"},
         lambda case: case["rows"] * case["cols"] * SIZES[case["dtype"]],

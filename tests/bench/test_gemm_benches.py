@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 from shared.dry_bench import MS_PER_NOTE, DryBench, Round, is_table
 
-from optimized.bench.kernels import gemm, gemm_epilogue
+from optimized.bench.kernels import gemm, gemm_blocks, gemm_epilogue
 from optimized.ops.gemms.gemm_tile import FP8_TILES, TILES, select_tile
 
 Row = dict[str, Any]
@@ -304,3 +304,40 @@ def test_gemms_with_epilogues() -> None:
     (table,) = gemm_epilogue.tables(payload)
     columns = ("of our GEMM alone", "of cuBLASLt's GEMM alone", "of separate ops")
     is_table(table, ("FP8 GEMM M×N×K, epilogue", "ms", *columns), cells)
+
+
+def test_gemms_with_scales_of_blocks() -> None:
+    payload, bench = run(gemm_blocks)
+    assert payload["repeats"] == 40
+    cells: list[tuple[str, ...]] = []
+    speeds: dict[str, list[list[float]]] = {"square": [], "rows": []}
+    for (name, (m, n, k)), row, timed in zip(SHAPES.items(), payload["rows"], bench.rounds, strict=True):
+        assert [row[key] for key in ("name", "m", "n", "k")] == [name, m, n, k]
+        assert (timed.repeats, timed.flush, timed.ahead) == (40, False, False)
+        assert timed.warmup >= 3
+        assert list(timed.samples) == list(row["ms"]) == ["ours", "theirs", "one_scale"]
+        ours, theirs, one = (timed.noted[side] for side in timed.samples)
+        square = int(not name.endswith("wgrad"))
+        blocks = "bf16.*" if square else ".*"
+        assert re.match(rf"gemm_fp8_blocks\.gemm_fp8_blocks \[.*OUT=BF16 .*SQUARE_A=0 SQUARE_B={square} ", ours[0])
+        assert re.match(rf"gemm_fp8\.gemm_fp8 \[.*{promotion('split')}", one[0])
+        operands = rf"e4m3\[{m}, {k}\]&(\d+), e4m3\[{k}, {n}\]\(1,{k}\)&(\d+), fp32\[{m}, {k // 128}\]"
+        match = re.match(rf"_scaled_mm\({operands}.*{blocks} -> bf16\[{m}, {n}\]", theirs[0])
+        assert match, theirs
+        for line in (ours[0], one[0]):  # the same operands
+            assert re.findall(r"map &(\d+)", line)[:2] == [match[1], match[2]]
+        for side, values in timed.samples.items():
+            is_spread(row["ms"][side], values, "low", "high")
+            assert row["tflops"][side] == pytest.approx(2e-9 * m * n * k / statistics.median(values))
+        found = {side: ratios(timed.samples, "ours", side) for side in ("theirs", "one_scale")}
+        for side, values in found.items():
+            is_spread(row[f"speed_over_{side}"], values, "low", "high")
+        medians = [statistics.median(values) for values in found.values()]
+        speeds["square" if square else "rows"].append(medians)
+        label = f"{name} {m}×{n}×{k}"
+        cells.append((label, f"{row['tflops']['ours']:.0f}", *map(percent, medians), str(row["differing_words"])))
+    for kind, label in (("square", "row by square"), ("rows", "row by row")):
+        means = [statistics.geometric_mean(side) for side in zip(*speeds[kind], strict=True)]
+        cells.append((f"{label}: geometric mean", "", *map(percent, means), ""))
+    columns = ("of cuBLASLt", "of ours with one scale", "words that differ from cuBLASLt's")
+    is_table(gemm_blocks.tables(payload)[0], ("GEMM M×N×K", "TFLOP/s", *columns), cells)

@@ -21,8 +21,9 @@
 using namespace twin;
 
 constexpr int kBlock = 128, kRunRows = 16;
-constexpr int kGroups = kBlock / kLanes, kRuns = kBlock / kRunRows, kThreads = kGroups * kRuns;
-constexpr int kGroupsOfWarp = 8;  // side by side; a warp has four runs of each
+// The groups of a run stand side by side in a warp, or in half of one (16-bit elements): a row's threads.
+constexpr int kGroups = kBlock / kLanes, kRuns = kBlock / kRunRows, kThreads = kGroups * kRuns, kWarps = kThreads / 32;
+constexpr int kLanesOfRow = kGroups / kRunRows;  // in which a row's scale is found
 
 // Neighbouring groups put the same run into different banks.
 __device__ __forceinline__ int swizzled(int run, int group) { return run ^ group % kRuns; }
@@ -30,60 +31,68 @@ __device__ __forceinline__ int swizzled(int run, int group) { return run ^ group
 __device__ __forceinline__ int ceil4(int count) { return (count + 3) / 4 * 4; }
 __device__ __forceinline__ int blocks_of(int count) { return (count + kBlock - 1) / kBlock; }
 
+// The maximum over a run's groups of each of its rows: thread `group` gets that of row group / kLanesOfRow. In each step a
+// thread gives half of the rows away and keeps half.
+__device__ __forceinline__ float maximum_of_row(float (&of_rows)[kRunRows], int group) {
+#pragma unroll
+    for (int kept = kRunRows / 2; kept > 0; kept /= 2) {
+        const int mask = kept * kLanesOfRow;
+        const bool upper = group & mask;
+#pragma unroll
+        for (int i = 0; i < kept; i++) {
+            const float given = upper ? of_rows[i] : of_rows[i + kept], own = upper ? of_rows[i + kept] : of_rows[i];
+            of_rows[i] = fmaxf(own, __shfl_xor_sync(0xFFFFFFFF, given, mask));
+        }
+    }
+    if constexpr (kLanesOfRow == 2) return fmaxf(of_rows[0], __shfl_xor_sync(0xFFFFFFFF, of_rows[0], 1));
+    return of_rows[0];
+}
+
 extern "C" __global__ void __launch_bounds__(kThreads)
     cast_blocks(const wide_t* __restrict__ x, unsigned char* __restrict__ q, unsigned char* __restrict__ q_t,
                 float* __restrict__ scale_inv, float* __restrict__ scale_inv_t, float epsilon, int dialect, int rows,
                 int cols) {
-    __shared__ unsigned row_amax[kBlock], column_amax[kBlock];
-    __shared__ float row_scale[kBlock], column_scale[kBlock];
+    constexpr bool kColumns = TRANSPOSE && !SQUARE;  // have scales of their own
+    __shared__ unsigned tile_amax[kWarps];
+    __shared__ float column_amax[kColumns ? kWarps : 1][kBlock], column_scale[kBlock];
     __shared__ uint4
         columns[TRANSPOSE ? kLanes : 1][kGroups][kRuns];  // [column][group][swizzled(run)]: 16 rows of codes
     const int tile_row = blockIdx.z * gridDim.y + blockIdx.y, tile_col = blockIdx.x;
     if (tile_row >= blocks_of(rows)) return;  // the grid is rounded up where its third dimension is in use
     const int first_row = tile_row * kBlock, first_col = tile_col * kBlock;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    constexpr int kAcross = kGroups / kGroupsOfWarp;  // warps side by side
-    const int run = warp / kAcross * 4 + lane / kGroupsOfWarp;
-    const int group = warp % kAcross * kGroupsOfWarp + lane % kGroupsOfWarp;
+    const int run = threadIdx.x / kGroups, group = threadIdx.x % kGroups;
     const int row = first_row + run * kRunRows, col = first_col + group * kLanes;
     const size_t width = static_cast<unsigned>(cols);
     const int left = col < cols ? rows - row : 0;
 
-    for (int i = threadIdx.x; i < kBlock; i += kThreads) row_amax[i] = column_amax[i] = 0;
     Vector<kLanes> v[kRunRows];
 #pragma unroll
     for (int r = 0; r < kRunRows; r++)
         v[r] = r < left ? load_once<kLanes>(x + (row + r) * width + col) : Vector<kLanes>{};
-    __syncthreads();
 
-    // The words of floats that are not negative have the order of their values.
-    float of_column[kLanes] = {};
+    float of_row[kRunRows] = {}, of_column[kLanes] = {};
 #pragma unroll
     for (int r = 0; r < kRunRows; r++) {
-        float amax = 0.0f;
 #pragma unroll
         for (int i = 0; i < kLanes; i++) {
-            amax = amax_of(amax, widen(v[r], i));
-            of_column[i] = amax_of(of_column[i], widen(v[r], i));
-        }
-#pragma unroll
-        for (int mask = 1; mask < kGroupsOfWarp; mask *= 2) amax = fmaxf(amax, __shfl_xor_sync(0xFFFFFFFF, amax, mask));
-        if (lane % kGroupsOfWarp == 0) atomicMax(&row_amax[SQUARE ? 0 : run * kRunRows + r], __float_as_uint(amax));
-    }
-    if constexpr (TRANSPOSE && !SQUARE) {
-#pragma unroll
-        for (int i = 0; i < kLanes; i++) {
-#pragma unroll
-            for (int mask = kGroupsOfWarp; mask < 32; mask *= 2)
-                of_column[i] = fmaxf(of_column[i], __shfl_xor_sync(0xFFFFFFFF, of_column[i], mask));
-            if (lane < kGroupsOfWarp) atomicMax(&column_amax[group * kLanes + i], __float_as_uint(of_column[i]));
+            of_row[r] = amax_of(of_row[r], widen(v[r], i));
+            if constexpr (kColumns) of_column[i] = amax_of(of_column[i], widen(v[r], i));
         }
     }
-    __syncthreads();
 
+    float scale;  // of row group / kLanesOfRow of the run; of the tile
     if constexpr (SQUARE) {
-        const BlockScale found = block_scale(__uint_as_float(row_amax[0]), epsilon, dialect);
-        for (int i = threadIdx.x; i < kBlock; i += kThreads) row_scale[i] = found.scale;
+        // The words of floats that are not negative have the order of their values.
+        unsigned most = 0;
+#pragma unroll
+        for (int r = 0; r < kRunRows; r++) most = max(most, __float_as_uint(of_row[r]));
+        most = __reduce_max_sync(0xFFFFFFFF, most);
+        if (threadIdx.x % 32 == 0) tile_amax[threadIdx.x / 32] = most;
+        __syncthreads();
+#pragma unroll
+        for (int warp = 0; warp < kWarps; warp++) most = max(most, tile_amax[warp]);
+        const BlockScale found = block_scale(__uint_as_float(most), epsilon, dialect);
+        scale = found.scale;
         const int down = blocks_of(rows), across = blocks_of(cols);
         // The last tile of a row of tiles fills the scales up.
         if (threadIdx.x < (tile_col == across - 1 ? ceil4(across) - tile_col : 1))
@@ -93,39 +102,62 @@ extern "C" __global__ void __launch_bounds__(kThreads)
             scale_inv_t[static_cast<size_t>(tile_col) * ceil4(down) + tile_row + threadIdx.x] =
                 threadIdx.x == 0 ? found.scale_inv : 0.0f;
     } else {
-        for (int i = threadIdx.x; i < kBlock; i += kThreads) {
-            const BlockScale found = block_scale(__uint_as_float(row_amax[i]), epsilon, dialect);
-            row_scale[i] = found.scale;
-            if (first_row + i < ceil4(rows))
-                scale_inv[static_cast<size_t>(tile_col) * ceil4(rows) + first_row + i] =
-                    first_row + i < rows ? found.scale_inv : 0.0f;
-            if constexpr (TRANSPOSE) {
-                const BlockScale other = block_scale(__uint_as_float(column_amax[i]), epsilon, dialect);
-                column_scale[i] = other.scale;
-                if (first_col + i < cols) scale_inv_t[tile_row * width + first_col + i] = other.scale_inv;
-            }
-        }
+        const BlockScale found = block_scale(maximum_of_row(of_row, group), epsilon, dialect);
+        scale = found.scale;
+        const int mine = row + group / kLanesOfRow;
+        if (group % kLanesOfRow == 0 && mine < ceil4(rows))
+            scale_inv[static_cast<size_t>(tile_col) * ceil4(rows) + mine] = mine < rows ? found.scale_inv : 0.0f;
     }
-    __syncthreads();
+    if constexpr (kColumns) {
+#pragma unroll
+        for (int i = 0; i < kLanes; i++) {
+            if constexpr (kGroups == 16)
+                of_column[i] = fmaxf(of_column[i], __shfl_xor_sync(0xFFFFFFFF, of_column[i], 16));
+            if (threadIdx.x % 32 < kGroups) column_amax[threadIdx.x / 32][group * kLanes + i] = of_column[i];
+        }
+        __syncthreads();
+        if (threadIdx.x < kBlock) {
+            float most = 0.0f;
+#pragma unroll
+            for (int warp = 0; warp < kWarps; warp++) most = fmaxf(most, column_amax[warp][threadIdx.x]);
+            const BlockScale found = block_scale(most, epsilon, dialect);
+            column_scale[threadIdx.x] = found.scale;
+            const int mine = first_col + threadIdx.x;
+            if (mine < cols) scale_inv_t[tile_row * width + mine] = found.scale_inv;
+        }
+        __syncthreads();
+    }
 
-    // Four columns at a time, so that registers become free on the way.
+    constexpr int kWords = kLanes / 4;
+    unsigned codes[kRunRows][kWords];
 #pragma unroll
-    for (int w = 0; w < kLanes / 4; w++) {
-        unsigned codes[kRunRows];
+    for (int r = 0; r < kRunRows; r++) {
+        const float of_this =
+            SQUARE ? scale : __shfl_sync(0xFFFFFFFF, scale, threadIdx.x % 32 / kGroups * kGroups + r * kLanesOfRow);
 #pragma unroll
-        for (int r = 0; r < kRunRows; r++) {
+        for (int w = 0; w < kWords; w++) {
             float f[4];
 #pragma unroll
             for (int i = 0; i < 4; i++) f[i] = widen(v[r], 4 * w + i);
-            codes[r] = quantize4(f, row_scale[run * kRunRows + r]);
-            if (r < left) *reinterpret_cast<unsigned*>(q + (row + r) * width + col + 4 * w) = codes[r];
+            codes[r][w] = quantize4(f, of_this);
         }
-        if constexpr (TRANSPOSE) {
+        if (r < left) {
+            unsigned char* to = q + (row + r) * width + col;
+            if constexpr (kWords == 2)
+                *reinterpret_cast<uint2*>(to) = make_uint2(codes[r][0], codes[r][kWords - 1]);
+            else
+                *reinterpret_cast<unsigned*>(to) = codes[r][0];
+        }
+    }
+    if constexpr (TRANSPOSE) {
+#pragma unroll
+        for (int w = 0; w < kWords; w++) {
             unsigned of_rows[4][4];  // [group of four rows][column]
 #pragma unroll
             for (int g = 0; g < 4; g++) {
                 if constexpr (SQUARE) {
-                    transpose4(codes[4 * g], codes[4 * g + 1], codes[4 * g + 2], codes[4 * g + 3], of_rows[g]);
+                    transpose4(codes[4 * g][w], codes[4 * g + 1][w], codes[4 * g + 2][w], codes[4 * g + 3][w],
+                               of_rows[g]);
                 } else {
 #pragma unroll
                     for (int i = 0; i < 4; i++) {
@@ -141,8 +173,6 @@ extern "C" __global__ void __launch_bounds__(kThreads)
                 columns[4 * w + i][group][swizzled(run, group)] =
                     make_uint4(of_rows[0][i], of_rows[1][i], of_rows[2][i], of_rows[3][i]);
         }
-    }
-    if constexpr (TRANSPOSE) {
         // Eight threads write 128 bytes of a row of q_t.
         __syncthreads();
         const size_t stride = q_t_stride(rows);

@@ -36,13 +36,15 @@ extern "C" __global__ void __launch_bounds__(128 * (Config::kWarpgroups + 1), 1)
     const unsigned shared = shared_address(memory);
     const Gemm::Tiles tiles(m, n, tile_count);
     const int k_blocks = (k + Gemm::kBlockK - 1) / Gemm::kBlockK;
-    const Config::Copies scales{
-        shared + Gemm::Map::kBeside, {a_scale_inv, a_stride}, {b_scale_inv, b_stride}, m, n};
+    const Config::Copies scales{shared + Gemm::Map::kBeside, {a_scale_inv, a_stride}, {b_scale_inv, b_stride}, m, n};
     const auto producing = [&] {
-        Gemm::produce<Config::kProducers>(maps, shared, tiles, 0, k_blocks, m, n, [&](const Tile& tile, int kb) {
-            if constexpr (Config::kAccumulate)
-                Gemm::prefetch_part<Epilogue::kFP32 ? 4 : 2>(out, tile, kb, k_blocks, m, n);
-        }, scales);
+        Gemm::produce<Config::kProducers>(
+            maps, shared, tiles, 0, k_blocks, m, n,
+            [&](const Tile& tile, int kb) {
+                if constexpr (Config::kAccumulate)
+                    Gemm::prefetch_part<Epilogue::kFP32 ? 4 : 2>(out, tile, kb, k_blocks, m, n);
+            },
+            scales);
     };
     const auto consuming = [&] {
         Epilogue epilogue(out, bias, bias_type, m, n);

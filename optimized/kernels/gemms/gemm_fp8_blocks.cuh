@@ -76,9 +76,9 @@ struct Scaled {
     template <int kColumns>
     static constexpr int kParts = kColumns > (kSquareB ? 128 : 96) ? 2 : 1;
 
-    int k;                // the chain's block of K
-    float of_row[2];      // of the thread's rows, or of their block
-    float of_columns[2];  // where B's blocks are square: of the tile's first 128 columns, and of the next
+    int k;                                    // the block of K to load next
+    float loaded_rows[2], loaded_squares[2];  // of the thread's rows; of the tile's first 128 columns and of the next
+    float rows[2], factors[2][2];  // of the chain that runs; factors [row][128 columns], where B's blocks are square
 
     template <int kColumns>
     __device__ __forceinline__ void begin(const Tile&) {
@@ -86,27 +86,35 @@ struct Scaled {
         k = 0;
     }
 
-    // `scales`: those of the chain's stage.
+    // `scales`: those of a stage.
     template <int kColumns>
     __device__ __forceinline__ void load(unsigned scales) {
-        const unsigned row = kSquareA ? scales + k % 4 * 4 : scales + threadIdx.x / 32 * 64 + threadIdx.x % 32 / 4 * 4;
-        of_row[0] = shared_float(row), of_row[1] = kSquareA ? of_row[0] : shared_float(row + 32);
+        const unsigned row = scales + (kSquareA ? k % 4 * 4 : threadIdx.x / 32 * 64 + threadIdx.x % 32 / 4 * 4);
+        loaded_rows[0] = shared_float(row), loaded_rows[1] = kSquareA ? loaded_rows[0] : shared_float(row + 32);
         if constexpr (kSquareB) {
 #pragma unroll
             for (int i = 0; i < (kColumns + 127) / 128; i++)
-                of_columns[i] = shared_float(scales + StageScales<kRows, kSquareA>::kBytes + 16 * i + k % 4 * 4);
+                loaded_squares[i] = shared_float(scales + StageScales<kRows, kSquareA>::kBytes + 16 * i + k % 4 * 4);
         }
         k++;
+    }
+
+    __device__ __forceinline__ void take_loaded() {
+#pragma unroll
+        for (int row = 0; row < 2; row++) {
+            rows[row] = loaded_rows[row];
+#pragma unroll
+            for (int i = 0; i < 2; i++) factors[row][i] = __fmul_rn(loaded_rows[row], loaded_squares[i]);
+        }
     }
 
     template <int kAcc, int kCount>
     __device__ __forceinline__ void operator()(float (&acc)[kAcc], int first, const float (&sums)[kCount],
                                                unsigned scales) const {
         if constexpr (kSquareB) {
-            const float of_column = of_columns[first / 64];
-            const float factor[2] = {__fmul_rn(of_row[0], of_column), __fmul_rn(of_row[1], of_column)};
 #pragma unroll
-            for (int i = 0; i < kCount; i++) acc[first + i] = __fmaf_rn(sums[i], factor[i / 2 % 2], acc[first + i]);
+            for (int i = 0; i < kCount; i++)
+                acc[first + i] = __fmaf_rn(sums[i], factors[i / 2 % 2][first / 64], acc[first + i]);
         } else {
             const unsigned from = scales + StageScales<kRows, kSquareA>::kBytes + threadIdx.x % 4 * (4 * kRun);
 #pragma unroll
@@ -114,10 +122,10 @@ struct Scaled {
                 // Four columns of both rows: (row, column), (row, column + 1), (row + 8, column), ...
                 const int within = (first + i) % (2 * kRun), group = (first + i) / (2 * kRun);
                 const float4 found = shared_float4(from + 4 * (4 * kRun * group + within / 2));
-                const float of_column[4] = {found.x, found.y, found.z, found.w};
+                const float columns[4] = {found.x, found.y, found.z, found.w};
 #pragma unroll
                 for (int j = 0; j < 8; j++) {
-                    const float its_row = of_row[j / 2 % 2], its_column = of_column[j / 4 * 2 + j % 2];
+                    const float its_row = rows[j / 2 % 2], its_column = columns[j / 4 * 2 + j % 2];
                     float& sum = acc[first + i + j];
                     sum = kSquareA ? __fmaf_rn(sums[i + j], __fmul_rn(its_row, its_column), sum)
                                    : __fmaf_rn(__fmul_rn(sums[i + j], its_row), its_column, sum);
@@ -126,7 +134,7 @@ struct Scaled {
         }
     }
 
-  private:
+private:
     static __device__ __forceinline__ float shared_float(unsigned address) {
         return *static_cast<const float*>(__cvta_shared_to_generic(address));
     }

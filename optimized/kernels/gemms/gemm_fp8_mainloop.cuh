@@ -208,7 +208,7 @@ struct SplitMainloop : Mainloop<typename Gemm::Map> {
         for (int i = 0; i < kCount; i++) acc[i] = 0.0f;
         if constexpr (kAlternating) {
             alternate([&](const float (&partial)[kCount], int stage) { promote(acc, 0, partial, beside(stage)); },
-                      [&](int stage) { promote.template load<kBlockN>(beside(stage)); });
+                      [&](int stage) { promote.template load<kBlockN>(beside(stage)), promote.take_loaded(); });
         } else {
             promote_parts(acc, more);
         }
@@ -270,38 +270,40 @@ struct SplitMainloop : Mainloop<typename Gemm::Map> {
     __device__ __forceinline__ void promote_parts(float (&acc)[kCount], bool more) {
         constexpr int kPart = kCount / kSplitParts;
         const int followed = k_blocks - !more;  // stages of this tile that another follows
+        promote.template load<kBlockN>(beside(ring.stage.index));
         for (int kb = 0; kb < k_blocks; kb++) {
             const auto a = operands.a(ring.stage.index), b = operands.b(ring.stage.index);
+            const unsigned empty = ring.empty(), scales = beside(ring.stage.index);
 #pragma unroll
             for (int part = 0; part < kSplitParts; part++) {
+                constexpr int kLast = kSplitParts - 1;
                 float partial[kPart];
                 wgmma_fence();
 #pragma unroll
                 for (int k = 0; k < 4; k++)
                     wgmma_k32<A, B>(partial, a + 2 * k, b + part * (2 * kPart * kStageRowBytes >> 4) + 2 * k, k > 0);
                 wgmma_commit();
-                const bool is_last = part == kSplitParts - 1;
-                const unsigned empty = ring.empty(), scales = beside(ring.stage.index);
-                if (part == 0) promote.template load<kBlockN>(scales);
-                if (is_last) {
+                if (part == 0) promote.take_loaded();
+                if (part == kLast) {
                     ring.advance();
                     if (kb < followed) ring.wait_full();
+                    promote.template load<kBlockN>(beside(ring.stage.index));  // unread where nothing follows
                 }
                 wgmma_wait<0>();
-                if (is_last && !Config::Promotion::kReadsStage) this->release(empty);
+                if (part == kLast && !Config::Promotion::kReadsStage) this->release(empty);
                 wgmma_hold(partial);
                 promote(acc, part * kPart, partial, scales);
-                if (is_last && Config::Promotion::kReadsStage) this->release(empty);
+                if (part == kLast && Config::Promotion::kReadsStage) this->release(empty);
             }
         }
     }
 };
 
 // How the sum of a chain joins the accumulators: added to them, each sum rounded once. A policy of a configuration: the
-// main loop asks into how many parts a tile's columns are cut, and says when a tile begins. For each k-block it calls
-// load while the chain runs, and then the policy itself, for each part of the columns; `first` is the accumulator of the
-// part's first sum. Both are given what the configuration has in the stage (kBesideBytes); with kReadsStage it is still
-// there when the policy runs.
+// main loop asks into how many parts a tile's columns are cut, and says when a tile begins. Of each k-block it calls load
+// as early as it can, take_loaded when the chain has begun, and then the policy itself for each part of the columns;
+// `first` is the accumulator of the part's first sum. It gives what the configuration has in the stage (kBesideBytes);
+// with kReadsStage that is still there when the policy runs.
 struct Added {
     static constexpr bool kPromotes = true, kReadsStage = false;
     template <class Gemm>
@@ -314,6 +316,7 @@ struct Added {
     __device__ __forceinline__ void begin(const Tile&) const {}
     template <int kColumns>
     __device__ __forceinline__ void load(unsigned) const {}
+    __device__ __forceinline__ void take_loaded() const {}
 
     template <int kAcc, int kCount>
     __device__ __forceinline__ void operator()(float (&acc)[kAcc], int first, const float (&sums)[kCount],
