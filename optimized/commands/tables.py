@@ -29,6 +29,7 @@ _MODULES = (
     "embedding",
     "adam",
     "layer",
+    "layer_recipes",
     "layer_sweep",
     "stats",
     "timeline",

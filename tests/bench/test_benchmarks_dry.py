@@ -17,7 +17,7 @@ from shared.dry_bench import is_summary, is_table
 from shared.dry_runs import is_drawn, launches, layers, percents, run
 
 from optimized.bench.kernels import attention, attention_plot, gemm_equality, gemm_shapes
-from optimized.bench.layers import ladder, layer_sweep, stats, timeline
+from optimized.bench.layers import ladder, layer_recipes, layer_sweep, stats, timeline
 
 
 def test_gemms_of_random_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,6 +239,29 @@ def test_layers_by_width_and_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
         assert sum(bool(launches(noted)) for noted in timed.noted.values()) >= 3  # ours
     is_table(table, table.columns, cells)
     is_drawn(partial(layer_sweep.plot, ran.payload), "layer_sweep", 2)
+
+
+def test_a_layer_under_each_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer_recipes, "SIZES", [layer_recipes.SIZES[-1]])
+    with layers():
+        ran = run(layer_recipes)
+    (row,), (timed,) = ran.payload["rows"], ran.rounds
+    ours = [f"ours, {name}" for name in ("bf16", *layer_recipes.RECIPES)]
+    assert set(ours) <= set(row["ms"]) == set(timed.samples)
+    for name, times in timed.samples.items():
+        is_summary(row["ms"][name], times)
+    for name, kernel in zip(ours, ("gemm.", "gemm_fp8.", "gemm_fp8.", "gemm_fp8_blocks."), strict=True):
+        found = launches(timed.noted[name])
+        assert any(one.startswith(kernel) for one in found), (name, found)
+        assert any(one.startswith("cast_blocks.") for one in found) == name.endswith("block")
+    shares = row.get("of_theirs", {})
+    for name, share in shares.items():
+        pairs = zip(timed.samples[f"ours, {name}"], timed.samples[f"theirs, {name}"], strict=True)
+        assert share == pytest.approx(statistics.median(a / b for a, b in pairs))
+    (cells,) = ran.tables[0].rows
+    for name, cell in zip(("bf16", *layer_recipes.RECIPES), cells[1:], strict=True):
+        brackets = f" ({percents([shares[name]])[0]})" if name in shares else ""
+        assert cell == f"{row['ms'][f'ours, {name}']['median']:.2f}{brackets}"
 
 
 def test_a_step_kernel_by_kernel() -> None:

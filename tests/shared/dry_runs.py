@@ -99,7 +99,7 @@ def launches(lines: list[str]) -> list[str]:
 @contextlib.contextmanager
 def layers() -> Iterator[None]:
     """The project's own layers have the place of Transformer Engine's."""
-    recipes = types.SimpleNamespace(DelayedScaling=optimized.DelayedScaling)
+    recipes = optimized.recipe
     pool = types.SimpleNamespace(get_default_memory_pool=lambda: types.SimpleNamespace(total_bytes=lambda: 5))
     with (
         mock.patch.object(layer_models, "_engine", return_value=optimized),

@@ -8,7 +8,7 @@ by word, with our GEMM of one scale and split accumulation, which says what the 
 
 import importlib.util
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -89,7 +89,7 @@ def measure_one(name: str, m: int, n: int, k: int, repeats: int) -> dict[str, An
     return row
 
 
-def geometric_means(rows: list[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+def geometric_means(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
     """Of our speed over each side, for the products with square blocks and for those without."""
     found: dict[str, dict[str, float]] = {}
     for square, kind in ((True, "square"), (False, "rows")):
@@ -126,7 +126,9 @@ def tables(payload: Payload) -> list[Table]:
     for kind, label in (("square", "row by square: geometric mean"), ("rows", "row by row: geometric mean")):
         cells.append((label, "", *(percent(means[f"speed_over_{side}"][kind]) for side in sides), ""))
     columns = ("GEMM M×N×K", "TFLOP/s", *(SIDES[side] for side in sides), "words that differ from cuBLASLt's")
-    how = "E4M3 with scales of blocks of 128, powers of two; 100 % is the other's speed, launches interleaved in one run."
+    how = (
+        "E4M3 with scales of blocks of 128, powers of two; 100 % is the other's speed, launches interleaved in one run."
+    )
     if "deep_gemm" in sides:
         how += " DeepGEMM's weight gradient is fp32 and adds to its output."
     return [table(payload, "GEMMs of a GPT layer with scales of blocks", columns, cells, how)]

@@ -116,7 +116,7 @@ def gemm_fp8_blocks_tiled(
         return add_bias_alone(torch.zeros((m, n), dtype=torch.float32, device=a.device), bias, out, add)
     one = config(a.dtype, b.dtype, out_dtype, (a_square, b_square), tile, 32 if n % 32 == 0 else 16, add)
     found = [loadable(of) for of in (a_scale_inv, b_scale_inv)]
-    scales = [x for of in found for x in (of.data_ptr(), np.int32(of.stride(0)))]
+    scales = [x for of in found if of is not None for x in (of.data_ptr(), np.int32(of.stride(0)))]
     return launch_tiles(one, a, b, tuple(scales), bias, out, cut)
 
 

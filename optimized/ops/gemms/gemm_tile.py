@@ -231,7 +231,9 @@ def cheapest_tile(m: int, n: int, k_bytes: int, sms: int, costs: tuple[tuple[Til
         costs: the tiles that the kernel has, each with what it costs.
     """
     # Without a second row of tiles, or a second column, a cluster's second block has nothing to do.
-    tried = (one for one in costs if one[0].cluster == 1 or (n > one[0].block_n if one[0].across else m > one[0].block_m))
+    tried = (
+        one for one in costs if one[0].cluster == 1 or (n > one[0].block_n if one[0].across else m > one[0].block_m)
+    )
     cycles = {tile: cycles_of(tile, cost, m, n, k_bytes, sms) for tile, cost in tried}
     least = min(cycles.values())
     near = [tile for tile in cycles if cycles[tile] <= least * (NEARLY if least > LONG else 1)]

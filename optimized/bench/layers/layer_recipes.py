@@ -1,0 +1,95 @@
+"""One transformer layer under each recipe, beside Transformer Engine's (docs/results/layer_recipes.json).
+
+The layers are those of `twin bench layer`: ours with its own attention, in bf16 and under delayed, current and block
+scaling, and, where it can be imported, Transformer Engine's under the same recipes with the attention that it chooses.
+They take turns with blocks of a few steps, forward and backward, timed by the host's clock as `layer.timed` says.
+"""
+
+import contextlib
+import functools
+import importlib
+import statistics
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+import optimized as te
+from optimized import measure
+from optimized.bench import Payload, Progress, each, result, silent
+from optimized.bench.layers import layer_models
+from optimized.bench.layers.layer import KERNELS as LAYER
+from optimized.bench.layers.layer import UNCOUNTED, timed
+from optimized.bench.layers.layer_models import CASES, Case, Contestant, angles
+from optimized.bench.table import Table, percent, table
+
+NAME = "layer_recipes"
+WHAT = "a layer under each recipe, against TE"
+KERNELS = (*LAYER, "amax", "cast_blocks", "gemm_fp8_blocks")
+RECIPES = {"delayed": "DelayedScaling", "current": "Float8CurrentScaling", "block": "Float8BlockScaling"}
+BF16 = torch.bfloat16
+SIZES = (
+    CASES[0],
+    CASES[3],
+    Case("hidden 2048, 8192 tokens", 2048, 8192, 16, 2048, 4, BF16, True, 0.0),
+    CASES[2],
+)
+
+
+def layers(case: Case) -> Iterator[tuple[str, Callable[[], Contestant]]]:
+    """Each layer by name, "ours, block" or "theirs, current", as a call that builds it."""
+
+    def one(name: str, library: Any, recipe: Any) -> Contestant:
+        layer = layer_models._transformer_layer(library, case)
+        context = contextlib.nullcontext if recipe is None else functools.partial(library.autocast, recipe=recipe)
+        keywords = {"rotary_pos_emb": angles(case.sequence, case.channels).cuda()} if case.rotary else {}
+        return Contestant(name, "its own", layer, case, context, False, **keywords)
+
+    theirs = layer_models._engine()
+    for side, library in (("ours", te), ("theirs", theirs)):
+        if library is None:
+            continue
+        recipes = te.recipe if side == "ours" else importlib.import_module("transformer_engine.common.recipe")
+        for name, recipe in ((None, None), *((name, getattr(recipes, cls)()) for name, cls in RECIPES.items())):
+            title = f"{side}, {name or 'bf16'}"
+            yield title, functools.partial(one, title, library, recipe)
+
+
+def measure_one(case: Case, repeats: int, inner: int) -> dict[str, Any]:
+    """One row of the result."""
+    made = {name: build() for name, build in layers(case)}
+    for one in made.values():
+        one.block(5)
+    short = case.tokens <= 1024
+    before = UNCOUNTED if short else 0
+    samples = timed({name: one.block for name, one in made.items()}, repeats, inner * (4 if short else 1), before)
+    row: dict[str, Any] = {"case": case.name, "ms": {name: measure.summary(values) for name, values in samples.items()}}
+    for recipe in (*RECIPES, "bf16"):
+        if f"theirs, {recipe}" in samples:
+            pairs = zip(samples[f"ours, {recipe}"], samples[f"theirs, {recipe}"], strict=True)
+            row.setdefault("of_theirs", {})[recipe] = statistics.median(ours / theirs for ours, theirs in pairs)
+    return row
+
+
+def run(progress: Progress = silent, repeats: int = 7, inner: int = 6) -> Payload:
+    rows = []
+    for case in each(SIZES, progress):
+        rows.append(measure_one(case, repeats, inner))
+        torch.cuda.empty_cache()
+    what = "milliseconds of forward and backward by recipe, and ours over Transformer Engine's, same run"
+    return result(what, KERNELS, repeats=repeats, inner=inner, rows=rows)
+
+
+def tables(payload: Payload) -> list[Table]:
+    """One row per layer: milliseconds by recipe, and in brackets the share of Transformer Engine's time."""
+    names = ("bf16", *RECIPES)
+    cells = []
+    for row in payload["rows"]:
+        shares = row.get("of_theirs", {})
+        times = (
+            f"{row['ms'][f'ours, {name}']['median']:.2f}" + (f" ({percent(shares[name])})" if name in shares else "")
+            for name in names
+        )
+        cells.append((row["case"], *times))
+    how = "Milliseconds of a step, forward and backward; in brackets the share of Transformer Engine's time."
+    return [table(payload, "A layer under each recipe", ("layer", *names), cells, how)]
