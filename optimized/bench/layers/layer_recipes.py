@@ -17,15 +17,13 @@ import torch
 import optimized as te
 from optimized import measure
 from optimized.bench import Payload, Progress, each, result, silent
-from optimized.bench.layers import layer_models
-from optimized.bench.layers.layer import KERNELS as LAYER
-from optimized.bench.layers.layer import UNCOUNTED, timed
+from optimized.bench.layers import layer, layer_models
 from optimized.bench.layers.layer_models import CASES, Case, Contestant, angles
 from optimized.bench.table import Table, percent, table
 
 NAME = "layer_recipes"
 WHAT = "a layer under each recipe, against TE"
-KERNELS = (*LAYER, "amax", "cast_blocks", "gemm_fp8_blocks")
+KERNELS = (*layer.KERNELS, "amax", "cast_blocks", "gemm_fp8_blocks")
 RECIPES = {"delayed": "DelayedScaling", "current": "Float8CurrentScaling", "block": "Float8BlockScaling"}
 BF16 = torch.bfloat16
 SIZES = (
@@ -40,10 +38,10 @@ def layers(case: Case) -> Iterator[tuple[str, Callable[[], Contestant]]]:
     """Each layer by name, "ours, block" or "theirs, current", as a call that builds it."""
 
     def one(name: str, library: Any, recipe: Any) -> Contestant:
-        layer = layer_models._transformer_layer(library, case)
+        made = layer_models._transformer_layer(library, case)
         context = contextlib.nullcontext if recipe is None else functools.partial(library.autocast, recipe=recipe)
         keywords = {"rotary_pos_emb": angles(case.sequence, case.channels).cuda()} if case.rotary else {}
-        return Contestant(name, "its own", layer, case, context, False, **keywords)
+        return Contestant(name, "its own", made, case, context, False, **keywords)
 
     theirs = layer_models._engine()
     for side, library in (("ours", te), ("theirs", theirs)):
@@ -61,8 +59,8 @@ def measure_one(case: Case, repeats: int, inner: int) -> dict[str, Any]:
     for one in made.values():
         one.block(5)
     short = case.tokens <= 1024
-    before = UNCOUNTED if short else 0
-    samples = timed({name: one.block for name, one in made.items()}, repeats, inner * (4 if short else 1), before)
+    before = layer.UNCOUNTED if short else 0
+    samples = layer.timed({name: one.block for name, one in made.items()}, repeats, inner * (4 if short else 1), before)
     row: dict[str, Any] = {"case": case.name, "ms": {name: measure.summary(values) for name, values in samples.items()}}
     for recipe in (*RECIPES, "bf16"):
         if f"theirs, {recipe}" in samples:
