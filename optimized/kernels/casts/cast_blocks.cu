@@ -11,7 +11,7 @@
 //     not SQUARE  scale_inv [ceil(cols / 128), ceil4(rows)], scale_inv_t [ceil(rows / 128), ceil4(cols)]
 //     SQUARE      scale_inv [ceil(rows / 128), ceil4(ceil(cols / 128))], scale_inv_t [ceil(cols / 128), ...]
 //
-// filled up with zeros. One block of threads has a tile of 128 x 128; a thread has 16 rows of one column group, 16 bytes of
+// filled up with zeros. One block of threads has a tile of 128 x 128; a thread has 8 rows of one column group, 16 bytes of
 // x wide, in registers from the amax to the codes.
 #include "block_scale.cuh"
 #include "common/quantize.cuh"
@@ -20,13 +20,17 @@
 
 using namespace twin;
 
-constexpr int kBlock = 128, kRunRows = 16;
+constexpr int kBlock = 128, kRunRows = 8;
 // The groups of a run stand side by side in a warp, or in half of one (16-bit elements): a row's threads.
 constexpr int kGroups = kBlock / kLanes, kRuns = kBlock / kRunRows, kThreads = kGroups * kRuns, kWarps = kThreads / 32;
 constexpr int kLanesOfRow = kGroups / kRunRows;  // in which a row's scale is found
 
-// Neighbouring groups put the same run into different banks.
-__device__ __forceinline__ int swizzled(int run, int group) { return run ^ group % kRuns; }
+// Where a run's codes of a column lie in shared memory: two runs, 16 rows, side by side. Neighbouring groups put the same
+// run into different banks, and those eight groups apart change the places of the two.
+__device__ __forceinline__ int pair_place(int pair, int group) { return pair ^ group % 8; }
+__device__ __forceinline__ int place(int run, int group) {
+    return pair_place(run / 2, group) * 2 + (run + group / 8) % 2;
+}
 
 __device__ __forceinline__ int ceil4(int count) { return (count + 3) / 4 * 4; }
 __device__ __forceinline__ int blocks_of(int count) { return (count + kBlock - 1) / kBlock; }
@@ -44,19 +48,20 @@ __device__ __forceinline__ float maximum_of_row(float (&of_rows)[kRunRows], int 
             of_rows[i] = fmaxf(own, __shfl_xor_sync(0xFFFFFFFF, given, mask));
         }
     }
-    if constexpr (kLanesOfRow == 2) return fmaxf(of_rows[0], __shfl_xor_sync(0xFFFFFFFF, of_rows[0], 1));
+#pragma unroll
+    for (int mask = kLanesOfRow / 2; mask > 0; mask /= 2)
+        of_rows[0] = fmaxf(of_rows[0], __shfl_xor_sync(0xFFFFFFFF, of_rows[0], mask));
     return of_rows[0];
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads)
+extern "C" __global__ void __launch_bounds__(kThreads, kLanes == 8 ? 3 : 2)
     cast_blocks(const wide_t* __restrict__ x, unsigned char* __restrict__ q, unsigned char* __restrict__ q_t,
                 float* __restrict__ scale_inv, float* __restrict__ scale_inv_t, float epsilon, int dialect, int rows,
                 int cols) {
     constexpr bool kColumns = TRANSPOSE && !SQUARE;  // have scales of their own
     __shared__ unsigned tile_amax[kWarps];
     __shared__ float column_amax[kColumns ? kWarps : 1][kBlock], column_scale[kBlock];
-    __shared__ uint4
-        columns[TRANSPOSE ? kLanes : 1][kGroups][kRuns];  // [column][group][swizzled(run)]: 16 rows of codes
+    __shared__ __align__(16) uint2 columns[TRANSPOSE ? kLanes : 1][kGroups][kRuns];  // [column][group][place]: 8 rows
     const int tile_row = blockIdx.z * gridDim.y + blockIdx.y, tile_col = blockIdx.x;
     if (tile_row >= blocks_of(rows)) return;  // the grid is rounded up where its third dimension is in use
     const int first_row = tile_row * kBlock, first_col = tile_col * kBlock;
@@ -152,9 +157,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     if constexpr (TRANSPOSE) {
 #pragma unroll
         for (int w = 0; w < kWords; w++) {
-            unsigned of_rows[4][4];  // [group of four rows][column]
+            unsigned of_rows[2][4];  // [group of four rows][column]
 #pragma unroll
-            for (int g = 0; g < 4; g++) {
+            for (int g = 0; g < 2; g++) {
                 if constexpr (SQUARE) {
                     transpose4(codes[4 * g][w], codes[4 * g + 1][w], codes[4 * g + 2][w], codes[4 * g + 3][w],
                                of_rows[g]);
@@ -170,19 +175,21 @@ extern "C" __global__ void __launch_bounds__(kThreads)
             }
 #pragma unroll
             for (int i = 0; i < 4; i++)
-                columns[4 * w + i][group][swizzled(run, group)] =
-                    make_uint4(of_rows[0][i], of_rows[1][i], of_rows[2][i], of_rows[3][i]);
+                columns[4 * w + i][group][place(run, group)] = make_uint2(of_rows[0][i], of_rows[1][i]);
         }
-        // Eight threads write 128 bytes of a row of q_t.
+        // Eight threads write 128 bytes of a row of q_t; each has every other column of a group.
         __syncthreads();
         const size_t stride = q_t_stride(rows);
-        const int to_group = threadIdx.x / kRuns, to_run = threadIdx.x % kRuns;
-        const int to_col = first_col + to_group * kLanes, to_row = first_row + to_run * kRunRows;
+        const int to_group = threadIdx.x / 16, pair = threadIdx.x % 8;
+        const int to_col = first_col + to_group * kLanes, to_row = first_row + pair * 16;
         if (to_col < cols && to_row < rows) {
 #pragma unroll
-            for (int c = 0; c < kLanes; c++)
+            for (int c = threadIdx.x / 8 % 2; c < kLanes; c += 2) {
+                const uint2* found = &columns[c][to_group][2 * pair_place(pair, to_group)];
+                const uint2 first = found[to_group / 8 % 2], second = found[1 - to_group / 8 % 2];
                 *reinterpret_cast<uint4*>(q_t + (to_col + c) * stride + to_row) =
-                    columns[c][to_group][swizzled(to_run, to_group)];
+                    make_uint4(first.x, first.y, second.x, second.y);
+            }
         }
     }
 }

@@ -34,7 +34,7 @@ def _run(x: torch.Tensor, out: Two, out_t: Two | None, *blocks: *Blocks) -> None
     pointers = (x.data_ptr(), q.data_ptr(), pointer(q_t), scale_inv.data_ptr(), pointer(scale_inv_t))
     args = (*pointers, np.float32(epsilon), np.int32(DIALECTS.index(dialect)), np.int32(rows), np.int32(cols))
     kernel = _kernels[x.dtype, dtype, square, out_t is not None]
-    threads = BLOCK // 16 * BLOCK * x.element_size() // 16
+    threads = BLOCK // 8 * BLOCK * x.element_size() // 16
     launch.launch(kernel, tile_grid(blocks_of(cols), blocks_of(rows)), (threads,), args, device=x.device.index)
 
 

@@ -21,16 +21,16 @@ _SQUARES = ((False, False), (False, True), (True, False))
 # What a tile costs (gemm_tile.py): where b's blocks are square, and where they are of rows. A tile with square blocks
 # lies within one of them or begins with one. They come from the sweep of docs/log/recipes.md.
 COSTS: dict[Tile, tuple[Cost | None, Cost | None]] = {
-    Tile(2, 256, 4, mixed=False): (Cost(1210, 5500), Cost(1650, 5500)),
-    Tile(2, 192, 5): (None, Cost(895, 5360)),
-    Tile(2, 160, 6): (None, Cost(800, 4830)),
-    Tile(2, 128, 6): (Cost(615, 2100), Cost(615, 2100)),
-    Tile(2, 96, 7): (None, Cost(500, 1640)),
-    Tile(2, 64, 9): (Cost(430, 1010), Cost(430, 1010)),
-    Tile(1, 128, 9): (Cost(395, 1450), Cost(395, 1450)),
-    Tile(1, 64, 13): (Cost(295, 860), Cost(295, 860)),
-    Tile(1, 32, 18): (Cost(235, 650), Cost(235, 650)),
-    Tile(1, 16, 21): (Cost(200, 470), Cost(200, 470)),
+    Tile(2, 256, 4, mixed=False): (Cost(1260, 5500), Cost(1480, 5500)),
+    Tile(2, 192, 5): (None, Cost(1080, 5360)),
+    Tile(2, 160, 6): (None, Cost(940, 4830)),
+    Tile(2, 128, 6): (Cost(680, 2100), Cost(850, 2100)),
+    Tile(2, 96, 7): (None, Cost(665, 1640)),
+    Tile(2, 64, 9): (Cost(520, 1010), Cost(535, 1010)),
+    Tile(1, 128, 9): (Cost(420, 1450), Cost(590, 1450)),
+    Tile(1, 64, 13): (Cost(310, 860), Cost(410, 860)),
+    Tile(1, 32, 18): (Cost(245, 650), Cost(290, 650)),
+    Tile(1, 16, 21): (Cost(210, 470), Cost(230, 470)),
 }
 
 

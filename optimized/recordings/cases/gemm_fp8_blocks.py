@@ -47,7 +47,7 @@ def cases() -> Iterator[Case]:
         ):
             label = f"{_FORMS[squares]}, {short(a)}·{short(b)} {m}x{n}x{k} to {short(out)}{', bias' * bias}"
             run = partial(_blocks, (m, n, k), (a, b, out), squares, bias)
-            yield Case("gemm_fp8_blocks", label, run, live=True)
+            yield Case("gemm_fp8_blocks", label, run)
 
 
 def operands(

@@ -7,9 +7,9 @@
     out = acc + bias                         rounded to fp32, where there is a bias
     out -> out_dtype                         rounded to nearest even
 
-s, t: the scale_inv of a's row and of b's row, or of its block of 128 rows, where blocks are square. With scales that are
-powers of two both orders give the same words, and so does an addition in place of the fma, as long as nothing overflows
-or underflows.
+s, t: the scale_inv of a's row and of b's row, or of its block of 128 rows, where blocks are square. With scales that
+are powers of two both orders give the same words, and so does an addition in place of the fma, as long as nothing
+overflows or underflows.
 
 `twin::gemm_fp8_blocks_accumulate` adds such a GEMM in fp32 to a gradient in place:
 
@@ -18,8 +18,8 @@ or underflows.
 Scales lie as `twin::cast_blocks` writes them. Square blocks on both sides are refused, as by cuBLASLt.
 
 Source: cuBLASLt 13 (`torch._scaled_mm`), which Transformer Engine calls. On an H100, with scales that are no powers of
-two and fp32 outputs, this gives each of 65,536 words in all three forms of blocks; `optimized/recordings` holds such
-words. DeepGEMM multiplies the scales first, too. Transformer Engine's own reference
+two and fp32 outputs, this gives each of 65,536 words in all three forms of blocks; tests/golden/scaled_products.npz has
+such words of an H200. DeepGEMM multiplies the scales first, too. Transformer Engine's own reference
 (`tests/pytorch/references/blockwise_fp8_gemm_reference.py`) has the order of rows for square blocks as well.
 """
 

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from shared import scaled_products
 from shared.bits import assert_same_bits
 
 from reference.numbers import tensor_core
@@ -49,6 +50,15 @@ def test_words_follow_the_contract(squares: tuple[bool, bool]) -> None:
                 left, right = (p, of_a * of_b) if any(squares) else (p * of_a, of_b)
                 acc = rounded(Fraction(float(left)) * Fraction(float(right)) + Fraction(float(acc)))
             assert np.float32(found[i, j]) == acc
+
+
+@pytest.mark.parametrize("name", scaled_products.FORMS)
+def test_words_are_those_of_cublaslt(name: str) -> None:
+    squares = scaled_products.FORMS[name]
+    (a, sa), (b, sb) = scaled_products.operands(squares)
+    with np.load(scaled_products.PATH) as recorded:
+        wanted = torch.from_numpy(recorded[name])
+    assert_same_bits(twin.gemm_fp8_blocks(a, b, sa, sb, *squares, None, torch.float32), wanted)
 
 
 @pytest.mark.parametrize("squares", SQUARES)

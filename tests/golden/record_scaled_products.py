@@ -1,0 +1,33 @@
+"""Record what cuBLASLt computes with a scale for each block of 128: `tests/golden/scaled_products.npz`.
+
+    PYTHONPATH=.:tests python tests/golden/record_scaled_products.py          # on a Hopper machine
+
+fp32 outputs of `torch._scaled_mm`, of scales that are no powers of two, so that the order of its multiplications shows.
+`tests/ops/gemms/test_gemm_fp8_blocks.py` compares.
+"""
+
+import json
+
+import numpy as np
+import torch
+from shared.scaled_products import FORMS, PATH, as_cublaslt, operands
+
+from optimized import measure
+from reference.support import files
+
+
+def main() -> None:
+    words = {}
+    for name, squares in FORMS.items():
+        (a, a_scales), (b, b_scales) = ((x.cuda() for x in one) for one in operands(squares))
+        of_a, of_b = as_cublaslt(a_scales, len(a), squares[0]), as_cublaslt(b_scales, len(b), squares[1])
+        out = torch._scaled_mm(a, b.t(), scale_a=of_a, scale_b=of_b.t(), out_dtype=torch.float32)
+        words[name] = out.cpu().numpy()
+    about = json.dumps(measure.provenance(()))
+    with files.replacing(PATH) as file:
+        np.savez_compressed(file, about=np.array(about), **words)
+    print(f"{sum(x.size for x in words.values()):,} words written to {PATH}")
+
+
+if __name__ == "__main__":
+    main()
