@@ -250,6 +250,40 @@ def cast() -> Drawing:
     return d
 
 
+def recipes() -> Drawing:
+    """Blocks of a row, square blocks, and how a chain joins the sum."""
+    d = Drawing(820, 372, "Block scaling: 128 numbers of a row or 128 by 128 of a weight share a scale")
+    d.text(20, 22, "x and gradients: 128 of a row", bold=True)
+    for r in range(8):
+        for c in range(4):
+            d.box(20 + 50 * c, 40 + 16 * r, 50, 16, fill=X if (r, c) == (2, 1) else PALE)
+    d.text(232, 62, "one token's features;\nfor the weight's\ngradient once more,\n128 tokens of a\nfeature", 12)
+    d.text(20, 188, "K, which the product sums over", 12)
+    d.arrow(20, 196, 220, 196)
+
+    d.text(430, 22, "weights: 128 × 128", bold=True)
+    for r in range(2):
+        for c in range(4):
+            d.box(430 + 50 * c, 40 + 64 * r, 50, 64, fill=W if (r, c) == (0, 1) else PALE)
+    d.text(642, 62, "one cast serves\nboth ways: a transpose\nhas the same blocks", 12)
+    d.text(430, 188, "K", 12)
+    d.arrow(430, 196, 630, 196)
+
+    d.text(20, 236, "A stage of the product's ring, and what follows from it", bold=True)
+    d.box(20, 252, 120, 34, "128 × 128 of x", X)
+    d.box(20, 290, 120, 34, "256 × 128 of w", W)
+    d.box(20, 328, 120, 28, "their scales s, t", GREY)
+    d.arrow(140, 288, 208, 288)
+    d.box(210, 266, 150, 44, "p: a chain of 128\nfrom zero", Y)
+    d.arrow(360, 288, 428, 288)
+    d.box(430, 266, 180, 44, "acc = fma(p, s · t, acc)\nfp32, rounded once", Y)
+    d.arrow(140, 342, 520, 342, 520, 313)
+    d.text(280, 358, "read while the chain before runs", 12)
+    d.arrow(610, 288, 668, 288)
+    d.box(670, 266, 130, 44, "+ bias, one\nrounding", GREY)
+    return d
+
+
 DRAWINGS = {
     "attention": attention,
     "cast": cast,
@@ -257,6 +291,7 @@ DRAWINGS = {
     "gemm": gemm,
     "layer": layer,
     "norm": norm,
+    "recipes": recipes,
     "record": machinery.record,
     "simulator": machinery.simulator,
     "tapes": machinery.tapes,

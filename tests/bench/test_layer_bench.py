@@ -3,12 +3,14 @@
 import dataclasses
 import os
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 import reference as te
 from optimized.bench.layers import layer, layer_models, layer_tables, tutorial_layers
+from optimized.bench.memory_bound import COPY_BYTES
 
 CASE = layer_models.Case("tiny", 64, 128, 4, 16, 2, torch.float32, True, 0.0)
 
@@ -46,6 +48,19 @@ def test_share_of_a_ceiling() -> None:
     assert (
         layer._of_ceiling({"op": "gemm", "bound": "product", "sizes": "1×1×1", "count": 1, "ms": 1}, ceilings) is None
     )
+
+
+def test_ceilings_of_a_run() -> None:
+    """Medians by the sizes of products, and of a copy the bytes that it reads and writes in a millisecond."""
+    names = {"fc1.fprop": 2.0, "attention forward": 3.0, "copy": 4.0}
+    times = {name: [9.0 * ms, ms, 0.1 * ms] for name, ms in names.items()}
+    with (
+        mock.patch.object(layer.measure, "interleave", return_value=times) as timed,
+        mock.patch.object(layer, "large_copy", return_value=print),
+    ):
+        found = layer._ceilings(CASE, dict.fromkeys(list(names)[:2], print))
+    assert timed.call_args.args[0].keys() == names.keys()
+    assert found == {"32×128×64": 2.0, "attention forward": 3.0, "copy": 2 * COPY_BYTES / 4}
 
 
 def test_the_twelve_products() -> None:

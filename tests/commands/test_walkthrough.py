@@ -128,6 +128,22 @@ def test_training_learns_and_is_watched() -> None:
     assert one.codes["first step", "grad_output"].sum() == settings.rows * settings.sequence * settings.hidden
 
 
+def test_training_and_writing_use_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And give the others back: what runs afterwards has as many as before."""
+    found = []
+    monkeypatch.setattr(Trainer, "train", lambda *_: found.append(torch.get_num_threads()) or torch.zeros(1))
+    monkeypatch.setattr(Trainer, "sample", lambda *_: found.append(torch.get_num_threads()) or b"")
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        run = monitor.train(corpus.read(5), replace(TINY, steps=1), False, None)
+        monitor.write(run, b"a", 1)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert found == [1, 1]
+
+
 def test_layers_of_the_model_are_what_runs_in_fp8() -> None:
     """Every product has its own FP8 state after a step, and the tables and the head have none."""
     trainer = Trainer(replace(TINY, precision="delayed"), corpus.read(5))

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
-DESIGN = ("attention", "cast", "compile", "gemm", "layer", "norm", "record", "simulator", "tapes")
+DESIGN = ("attention", "cast", "compile", "gemm", "layer", "norm", "recipes", "record", "simulator", "tapes")
 LONG = ("glossary", "numerics", "results", "transformer_engine_api")  # lists, the contract, and generated tables
 MOST_WORDS = 800
 MOST_ENTRIES = 40

@@ -352,3 +352,26 @@ def test_a_failed_or_reset_capture_leaves_nothing() -> None:
     with faked(graph):
         pass
     assert "twin_draws" not in vars(graph), "a graph without dropout draws nothing"
+
+
+def test_a_followed_graph_keeps_names_and_docstrings() -> None:
+    class Graph:
+        def capture_begin(self) -> None:
+            """Begin."""
+
+        def capture_end(self) -> None:
+            """End."""
+
+        def replay(self) -> None:
+            """Launch again."""
+
+        def reset(self) -> None:
+            """Forget."""
+
+    names = ("capture_begin", "capture_end", "replay", "reset")
+    before = {name: getattr(Graph, name) for name in names}
+    graph_seeds.follow(Graph)
+    for name, old in before.items():
+        new = getattr(Graph, name)
+        assert new is not old
+        assert (new.__name__, new.__doc__) == (old.__name__, old.__doc__)

@@ -7,7 +7,7 @@
 // Blocks, warpgroups and stages are those of gemm_fp8.cu with split accumulation.
 //
 // Defines: A_FORMAT, B_FORMAT (E4M3 | E5M2), OUT (BF16 | FP16 | FP32), SQUARE_A, SQUARE_B, ACCUMULATE (0 | 1),
-// WARPGROUPS (1 | 2), BLOCK_N, STAGES, RUN: as in gemm_fp8.cu.
+// WARPGROUPS (1 | 2), BLOCK_N, NARROW, STAGES, RUN: as in gemm_fp8.cu.
 #include "gemm_fp8_blocks.cuh"
 
 using namespace twin;
@@ -20,7 +20,7 @@ struct Config : GemmDefaults {
     using Copies = ScaleCopies<64 * WARPGROUPS, BLOCK_N, SQUARE_A, SQUARE_B>;
     static constexpr int kBesideBytes = Copies::kBytes;
     static constexpr bool kAccumulate = ACCUMULATE;
-    static constexpr int kWarpgroups = WARPGROUPS, kBlockN = BLOCK_N, kNarrow = BLOCK_N;
+    static constexpr int kWarpgroups = WARPGROUPS, kBlockN = BLOCK_N, kNarrow = NARROW;
     static constexpr int kStages = STAGES, kCluster = 1, kRun = RUN;
     static constexpr int kProducers = kWarpgroups == 1 ? 4 : 1;  // small tiles have short k-blocks: warps copy in turns
 };

@@ -37,7 +37,7 @@ class Tile:
     """An output tile: `warpgroups` consumers of 64 rows each, `block_n` columns, a ring of `stages` k-blocks.
 
     The `cluster` blocks compute tiles one below the other and share the copies of B, or, with `across`, tiles side by
-    side and share the copies of A. Without `mixed` all tiles have `block_n` columns.
+    side and share the copies of A. Tiles of 256 columns are mixed with tiles of `mixed`.
     """
 
     warpgroups: int
@@ -45,7 +45,7 @@ class Tile:
     stages: int
     cluster: int = 1
     across: bool = False
-    mixed: bool = True
+    mixed: int = 224
 
     def __post_init__(self) -> None:
         if (
@@ -96,7 +96,7 @@ class Tile:
     @property
     def narrow(self) -> int:
         """Columns of the narrow tiles that are mixed with those of `block_n`; `block_n` where there are none."""
-        return 224 if self.block_n == 256 and self.mixed else self.block_n
+        return self.mixed if self.block_n == 256 else self.block_n
 
     @property
     def sharing_a(self) -> int:
