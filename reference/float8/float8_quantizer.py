@@ -2,8 +2,7 @@
 
     q, scale_inv = twin::cast(x)          each number times a scale, rounded to E4M3 or E5M2
     delayed   the scale is `scale`; amax = max(itself, max |x|), where NaN does not count
-    current   scale = fp8_max / max(amax of x, amax_epsilon), 1 where that amax is 0 or infinite, at most the largest
-              fp32 number; with force_pow_2_scales its mantissa is cleared
+    current   the scale is `twin::current_scale` of x, amax_epsilon and force_pow_2_scales
 
 x is fp32, bf16 or fp16, of any shape. It is cast as rows of 16 numbers, filled up with zeros, which change no amax. The
 gradient passes as it is.
@@ -22,7 +21,6 @@ from reference.arguments import check_arguments
 from reference.float8.quantized_tensor import QuantizedTensor
 from reference.numbers.formats import E4M3, E5M2, WIDE_DTYPES
 from reference.ops.library import twin
-from reference.recipes.current_scaling import scale_of
 from reference.support import not_offered
 
 __all__ = ["DType", "Float8CurrentScalingQuantizer", "Float8Quantizer", "Quantizer"]
@@ -259,10 +257,8 @@ class Float8CurrentScalingQuantizer(Quantizer):
         super().__init__(rowwise=rowwise, columnwise=columnwise)
 
     def scaling(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        scale = scale_of(rows, FORMATS[self.dtype].largest, self.amax_epsilon)
-        if self.force_pow_2_scales:
-            scale = (scale.view(torch.int32) & -(1 << 23)).view(torch.float32)  # sign and exponent
-        return scale, None
+        how = (FORMATS[self.dtype].dtype, self.force_pow_2_scales, self.amax_epsilon)
+        return twin.current_scale(rows, *how), None
 
     def _device(self) -> torch.device:
         return self.device

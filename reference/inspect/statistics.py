@@ -131,20 +131,18 @@ class _Observer(Hook):
         return [recipe for recipe in self.beside if recipe != context.recipe]
 
     def _recorder(self, key: _Key, beside: dict[Recipe, Quantizer]) -> Any:
-        def record(quantizer: Quantizer, x: torch.Tensor, quantized: Quantized) -> None:
-            x = x.detach().contiguous()
-            self._note(key, quantizer, x, quantized)
+        def record(quantizer: Quantizer, x: torch.Tensor, quantized: Quantized, scale: torch.Tensor | None) -> None:
+            self._note(key, x, quantized, scale)
             for recipe, other in beside.items():
                 with torch.random.fork_rng(devices=[]):  # a gradient that is rounded by chance draws a seed
                     quantized = other.quantize(x, False)
-                self._note(key._replace(recipe=recipe, ran=False), other, x, quantized)
+                self._note(key._replace(recipe=recipe, ran=False), x, quantized, other.scale(x))
 
         return record
 
-    def _note(self, key: _Key, quantizer: Quantizer, x: torch.Tensor, quantized: Quantized) -> None:
+    def _note(self, key: _Key, x: torch.Tensor, quantized: Quantized, scale: torch.Tensor | None) -> None:
         row = quantized.row
         counts, sums = STATISTICS.get(row.layout, _of_numbers)(x, row)
-        scale = quantizer.scale(x) if row.layout == PER_TENSOR else None
         self.found.append(_Measured(key, row.codes.dtype, self.step, x.numel(), scale, counts, sums))
 
 

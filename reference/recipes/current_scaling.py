@@ -1,27 +1,31 @@
 """Current scaling: each tensor is scaled by its own amax.
 
-    amax  = max |x| over the x that are not NaN, of the tensor in the activation dtype
-    scale = fp8_max / amax          one fp32 division; 1 where amax is 0 or infinite; at most the largest fp32 number
-    q = cast(x · scale),  scale_inv = 1 / scale          as in `twin::cast`
+    scale            `twin::current_scale`: fp8_max / max(amax, epsilon), of the tensor in the activation dtype
+    q, scale_inv     as in `twin::cast`
 
 There is no state between steps. The results of norms and activations are rounded to the activation dtype before they
-are cast, because the scale depends on all of them; delayed scaling casts them from fp32. GEMMs are those of delayed
-scaling.
+are cast, because the scale depends on all of them; delayed scaling casts them from fp32. An activation's amax is that
+of the fp32 numbers all the same (`twin::activation_scale`): Transformer Engine takes it in the activation's kernel. A
+norm's and a gradient's amax is that of the rounded numbers, there as here. GEMMs are those of delayed scaling.
 
 Names, defaults and meaning are Transformer Engine's (`transformer_engine.common.recipe.Float8CurrentScaling`), whose y,
 dx and dw of a `Linear`, recorded on an H200, agree in every bit.
 """
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from reference.ops.library import twin
-from reference.recipes.base import Format, Recipe, check_recipe
+from reference.recipes.base import Format, MMParams, QParams, Recipe, check_recipe
 from reference.recipes.quantized import Quantized, per_tensor
-from reference.recipes.quantizer import Quantizer
+from reference.recipes.quantizer import Produced, Quantizer
 from reference.recipes.roles import Role
+
+_FAST, _SPLIT = MMParams(use_split_accumulator=False), MMParams()
+_PLAIN = QParams()
 
 
 @dataclass(unsafe_hash=True)
@@ -29,27 +33,42 @@ class Float8CurrentScaling(Recipe):
     """Scale each tensor by its own amax.
 
     Args:
-        use_power_2_scales: scales that are powers of two; only False is offered.
+        use_power_2_scales: scales of every tensor are powers of two: their mantissa is cleared. (Transformer Engine
+            2.20 reads `power_2_scale` of the three `QParams` instead, and those from the environment.)
         fp8_format: `Format.HYBRID` or `Format.E4M3`.
+        fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad: `MMParams`, of fprop with use_split_accumulator=False, of the
+            other two with True.
         fp8_dpa, fp8_mha: FP8 attention; only False is offered (`DelayedScaling` has fp8_dpa).
         backward_override: "high_precision" is FP8 in forward alone: backward multiplies in the activation dtype.
+        fp8_quant_fwd_inp, fp8_quant_fwd_weight, fp8_quant_bwd_grad: `QParams` of inputs, weights and gradients:
+            power_2_scale, scales that are powers of two, and amax_epsilon, the least amax.
     """
 
     use_power_2_scales: bool = False
     fp8_format: Format = Format.HYBRID
+    fp8_gemm_fprop: MMParams = _FAST
+    fp8_gemm_dgrad: MMParams = _SPLIT
+    fp8_gemm_wgrad: MMParams = _SPLIT
     fp8_dpa: bool = False
     fp8_mha: bool = False
     backward_override: str | None = None
+    fp8_quant_fwd_inp: QParams = field(default=_PLAIN, kw_only=True)
+    fp8_quant_fwd_weight: QParams = field(default=_PLAIN, kw_only=True)
+    fp8_quant_bwd_grad: QParams = field(default=_PLAIN, kw_only=True)
 
     def __post_init__(self) -> None:
         self.check()
 
     def check(self) -> None:
-        if self.use_power_2_scales is not False:
-            raise NotImplementedError(
-                f"Float8CurrentScaling: use_power_2_scales={self.use_power_2_scales!r} is not offered; False is "
-                f"accepted."
-            )
+        name = "Float8CurrentScaling"
+        if not isinstance(self.use_power_2_scales, bool):
+            raise TypeError(f"{name}: use_power_2_scales={self.use_power_2_scales!r}; True and False are accepted.")
+        for gemm, only in (("fp8_gemm_fprop", _FAST), ("fp8_gemm_dgrad", _SPLIT), ("fp8_gemm_wgrad", _SPLIT)):
+            value = getattr(self, gemm)
+            if not isinstance(value, MMParams) or value.use_split_accumulator is not only.use_split_accumulator:
+                raise ValueError(f"{name}: {gemm}={value!r}; {only!r} is accepted.")
+        for quant in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"):
+            _check_quantization(f"{name}: {quant}", getattr(self, quant))
         check_recipe(self)
 
     @property
@@ -63,35 +82,54 @@ class Float8CurrentScaling(Recipe):
     float8_per_tensor_scaling = float8_current_scaling
 
     def quantizer(self, role: Role, state: Any) -> "Current":
-        return Current(*self.codes(role.is_forward))
+        of_tensor = {"input": self.fp8_quant_fwd_inp, "weight": self.fp8_quant_fwd_weight}
+        how = of_tensor.get(role.tensor, self.fp8_quant_bwd_grad)
+        dtype, _ = self.codes(role.is_forward)
+        return Current(dtype, self.use_power_2_scales or how.power_2_scale, float(how.amax_epsilon))
 
 
-def scale_of(x: torch.Tensor, fp8_max: float, epsilon: float = 0.0) -> torch.Tensor:
-    """fp8_max / max(amax of x `[rows, cols]`, epsilon), fp32 `[1]`, with the exceptions above."""
-    scale = torch.ones(1, dtype=torch.float32, device=x.device)
-    amax = torch.zeros(1, 1, dtype=torch.float32, device=x.device)
-    twin.amax(x, amax, 0)
-    if epsilon:
-        amax.clamp_(min=epsilon)
-    twin.scale_update([scale], [amax], fp8_max, 0, "most_recent")
-    return scale
+def _check_quantization(what: str, value: Any) -> None:
+    """Refuse `QParams` that say more than power_2_scale and amax_epsilon; `what` names them in the error."""
+    if not isinstance(value, QParams) or not isinstance(value.power_2_scale, bool) or any(value[2:]):
+        raise ValueError(f"{what}={value!r}; QParams(power_2_scale, amax_epsilon), a bool and a number, is accepted.")
+    epsilon = value.amax_epsilon
+    number = isinstance(epsilon, (int, float)) and not isinstance(epsilon, bool) and math.isfinite(epsilon)
+    if not number or not 0 <= epsilon <= torch.finfo(torch.float32).max:
+        raise ValueError(f"{what}: amax_epsilon={epsilon!r}; a finite number of fp32, from 0 on, is accepted.")
 
 
 class Current(Quantizer):
-    """Casts a tensor with the scale of its own amax, which becomes `fp8_max`; `dtype` is the codes'."""
+    """Casts a tensor with the scale of its own amax; dtype, power_of_two and epsilon are `twin::current_scale`'s."""
 
     fp8 = True
 
-    def __init__(self, dtype: torch.dtype, fp8_max: float) -> None:
-        self.dtype, self.fp8_max = dtype, fp8_max
-        self.key = ("current", dtype, fp8_max)
+    def __init__(self, dtype: torch.dtype, power_of_two: bool, epsilon: float) -> None:
+        self.dtype = dtype
+        self.how = (dtype, power_of_two, epsilon)
+        self.key = ("current", *self.how)
 
     def scale(self, x: torch.Tensor) -> torch.Tensor:
-        return scale_of(x, self.fp8_max)
+        found: torch.Tensor = twin.current_scale(x, *self.how)
+        return found
 
-    def quantize(self, x: torch.Tensor, transpose: bool) -> Quantized:
-        scale = self.scale(x)
+    def scale_of_activation(self, h: torch.Tensor, kind: str, y: torch.Tensor) -> torch.Tensor:
+        return twin.activation_scale(h, kind, *self.how)[1]  # type: ignore[no-any-return]
+
+    def _cast(self, x: torch.Tensor, scale: torch.Tensor, transpose: bool) -> Quantized:
         if transpose:
             return per_tensor(*twin.cast_transpose(x, scale, None, 0, self.dtype))
         q, scale_inv = twin.cast(x, scale, None, 0, self.dtype)
         return per_tensor(q, None, scale_inv)
+
+    def quantize(self, x: torch.Tensor, transpose: bool) -> Quantized:
+        return self._cast(x, self.scale(x), transpose)
+
+    def activated(self, h: torch.Tensor, kind: str, transpose: bool) -> tuple[torch.Tensor, Quantized]:
+        y, scale = twin.activation_scale(h, kind, *self.how)
+        return y, self._cast(y, scale, transpose)
+
+    def grad(self, g: torch.Tensor, transpose: bool, dbias: bool) -> Produced:
+        if not dbias:
+            return self.quantize(g, transpose), None
+        *cast, db = twin.cast_transpose_dbias(g, self.scale(g), None, 0, self.dtype)
+        return per_tensor(*cast), db

@@ -62,8 +62,12 @@ class Quantizer:
         raise NotImplementedError
 
     def scale(self, x: torch.Tensor) -> torch.Tensor | None:
-        """The scale, fp32 `[1]`, by which `quantize(x)` multiplies; None for plain numbers."""
+        """The scale, fp32 `[1]`, by which `quantize(x)` multiplies; None where there is not one for all of x."""
         return None
+
+    def scale_of_activation(self, h: torch.Tensor, kind: str, y: torch.Tensor) -> torch.Tensor | None:
+        """The same of `activated(h, kind)`, whose result in T is y."""
+        return self.scale(y)
 
     def quantize_together(self, others: "Sequence[Quantizer]", xs: list[torch.Tensor]) -> list[Quantized]:
         """Several matrices of one dtype, with transposes: the first by this quantizer, the next by `others`."""
@@ -87,7 +91,12 @@ class Quantizer:
     ) -> tuple[torch.Tensor, Quantized]:
         """The pre-activation h = x·wᵀ + bias `[tokens, out]` in T, and its activation, quantized."""
         h = fprop(x, w, bias, plan.dtype, plan.how)
-        return h, self.quantize(twin.activation(h, plan.kind), transpose)
+        return h, self.activated(h, plan.kind, transpose)[1]
+
+    def activated(self, h: torch.Tensor, kind: str, transpose: bool) -> tuple[torch.Tensor, Quantized]:
+        """The activation of h in T, and quantized; what `activation` makes where it is not fused with the GEMM."""
+        y = twin.activation(h, kind)
+        return y, self.quantize(y, transpose)
 
     def grad(self, g: torch.Tensor, transpose: bool, dbias: bool) -> Produced:
         """A gradient, quantized, and its column sums."""
@@ -133,6 +142,9 @@ class Around(Quantizer):
     def scale(self, x: torch.Tensor) -> torch.Tensor | None:
         return self.inner.scale(x)
 
+    def scale_of_activation(self, h: torch.Tensor, kind: str, y: torch.Tensor) -> torch.Tensor | None:
+        return self.inner.scale_of_activation(h, kind, y)
+
 
 class ForwardOnly(Around):
     """FP8 by `inner` for the forward; what a backward reads is in `dtype_t`, 16 bits or fp32, as of `HighPrecision`.
@@ -147,7 +159,13 @@ class ForwardOnly(Around):
         self.key = ("forward only", inner.key, dtype_t)
 
     def quantize(self, x: torch.Tensor, transpose: bool) -> Quantized:
-        found = self.inner.quantize(x, False)
+        return self._keeping(x, self.inner.quantize(x, False), transpose)
+
+    def activated(self, h: torch.Tensor, kind: str, transpose: bool) -> tuple[torch.Tensor, Quantized]:
+        y, found = self.inner.activated(h, kind, False)
+        return y, self._keeping(y, found, transpose)
+
+    def _keeping(self, x: torch.Tensor, found: Quantized, transpose: bool) -> Quantized:
         assert self.dtype_t is not None
         return found._replace(column=Operand(as_dtype(x, self.dtype_t).t())) if transpose else found
 

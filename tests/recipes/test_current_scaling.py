@@ -10,35 +10,53 @@ from shared.recipe_steps import Recomputed, layer_of, numbers, step
 import optimized
 import reference as te
 from reference.numbers import formats
-from reference.recipe import AUTOCAST, DelayedScaling, Float8CurrentScaling, Format, by_layer
+from reference.ops.activations import activation
+from reference.recipe import AUTOCAST, DelayedScaling, Float8CurrentScaling, Format, MMParams, QParams, by_layer
 
 CURRENT = Float8CurrentScaling()
+PLAIN, POWERS, LEAST = QParams(), QParams(power_2_scale=True), QParams(amax_epsilon=5.0)
 DELAYED = DelayedScaling(amax_history_len=4)
 BF16 = torch.bfloat16
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 twin = torch.ops.twin
 
 
-def scaled(x: torch.Tensor, fp8: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """codes, transposed codes and scale_inv, by the formula."""
-    amax = x.float().abs().nan_to_num(0.0, float("inf")).max()
+def scaled(
+    x: torch.Tensor, fp8: torch.dtype, how: QParams = PLAIN, wide: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """codes, transposed codes and scale_inv, by the formula; the amax is that of `wide` if given."""
+    amax = (x if wide is None else wide).float().abs().nan_to_num(0.0, float("inf")).max().clamp(min=how.amax_epsilon)
     largest = torch.tensor(448.0 if fp8 == E4M3 else 57344.0)
     scale = largest / amax if 0 < amax < float("inf") else torch.tensor(1.0)
     scale = scale.clamp(max=torch.finfo(torch.float32).max)[None]
+    if how.power_2_scale:
+        scale = scale.log2().floor().exp2()
     q, q_t, scale_inv = twin.cast_transpose(x, scale, None, 0, fp8)
     assert scale_inv == 1 / scale
     return q, q_t, scale_inv
 
 
-@pytest.mark.parametrize("fp8_format", [Format.HYBRID, Format.E4M3])
-def test_linear_is_what_the_formulas_say(fp8_format: Format, same_bits) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "of_x", "of_w", "of_g"),
+    [
+        (Float8CurrentScaling(), PLAIN, PLAIN, PLAIN),
+        (Float8CurrentScaling(fp8_format=Format.E4M3), PLAIN, PLAIN, PLAIN),
+        (Float8CurrentScaling(use_power_2_scales=True), POWERS, POWERS, POWERS),
+        (Float8CurrentScaling(fp8_quant_fwd_inp=LEAST), LEAST, PLAIN, PLAIN),
+        (Float8CurrentScaling(fp8_quant_fwd_weight=QParams(True, 5.0)), PLAIN, QParams(True, 5.0), PLAIN),
+        (Float8CurrentScaling(fp8_quant_bwd_grad=POWERS), PLAIN, PLAIN, POWERS),
+    ],
+)
+def test_linear_is_what_the_formulas_say(
+    recipe: Float8CurrentScaling, of_x: QParams, of_w: QParams, of_g: QParams, same_bits
+) -> None:
     layer = te.Linear(32, 48, params_dtype=BF16)
     x, g = numbers(1, 21, 32).requires_grad_(), numbers(2, 21, 48) * 1e-3
-    with te.autocast(recipe=Float8CurrentScaling(fp8_format=fp8_format)):
+    with te.autocast(recipe=recipe):
         y = layer(x)
     y.backward(g)
-    (qx, qx_t, sx), (qw, qw_t, sw) = scaled(x.detach(), E4M3), scaled(layer.weight.detach(), E4M3)
-    qg, qg_t, sg = scaled(g, E5M2 if fp8_format is Format.HYBRID else E4M3)
+    (qx, qx_t, sx), (qw, qw_t, sw) = scaled(x.detach(), E4M3, of_x), scaled(layer.weight.detach(), E4M3, of_w)
+    qg, qg_t, sg = scaled(g, E5M2 if recipe.fp8_format is Format.HYBRID else E4M3, of_g)
     same_bits(y, twin.gemm_fp8(qx, qw, sx, sw, layer.bias.detach(), BF16, "fast"))
     same_bits(x.grad, twin.gemm_fp8(qg, qw_t, sg, sw, None, BF16, "split"))
     same_bits(layer.weight.grad, twin.gemm_fp8(qg_t, qx_t, sg, sx, None, BF16, "split"))
@@ -68,6 +86,43 @@ def test_a_norm_passes_through_the_activation_dtype(same_bits) -> None:
     x = numbers(1, 21, 32)
     with te.autocast(recipe=CURRENT):
         same_bits(fused(x), linear(norm(x)))
+
+
+@pytest.mark.parametrize("kind", ["gelu", "swiglu"])
+@pytest.mark.parametrize("override", [None, "high_precision"])
+def test_an_activations_amax_is_taken_before_it_is_rounded(kind: str, override: str | None, same_bits) -> None:
+    """And its rounded numbers are cast with that scale; the gradient of its input has the amax of rounded numbers."""
+    layer = te.LayerNormMLP(32, 48, activation=kind, params_dtype=BF16)
+    x, dy = numbers(1, 21, 32).requires_grad_(), numbers(2, 21, 32) * 1e-3
+    recipe = Float8CurrentScaling(backward_override=override)
+    with te.autocast(recipe=recipe):
+        y = layer(x)
+    y.backward(dy)
+    with torch.no_grad():
+        (qx, qx_t, sx), (q1, _, s1), (q2, q2_t, s2) = (
+            scaled(one, E4M3)
+            for one in (
+                twin.norm(x, layer.layer_norm_weight, layer.layer_norm_bias, 1e-5, False, "layernorm", BF16)[0],
+                layer.fc1_weight,
+                layer.fc2_weight,
+            )
+        )
+        h = twin.gemm_fp8(qx, q1, sx, s1, layer.fc1_bias, BF16, "fast")
+        act, half = activation.FUNCTIONS[kind][0], activation.width(kind, h.shape[1])
+        wide = act(h[:, :half].contiguous()) * (h[:, half:].float() if kind == "swiglu" else 1.0)
+        a = wide.to(BF16)
+        qa, qa_t, sa = scaled(a, E4M3, wide=wide)
+        assert sa != scaled(a, E4M3)[2], "so the test can fail"
+        same_bits(y, twin.gemm_fp8(qa, q2, sa, s2, layer.fc2_bias, BF16, "fast"))
+        if override is None:
+            qg, qg_t, sg = scaled(dy, E5M2)
+            same_bits(layer.fc2_weight.grad, twin.gemm_fp8(qg_t, qa_t, sg, sa, None, BF16, "split"))
+            dh = twin.activation_backward(twin.gemm_fp8(qg, q2_t, sg, s2, None, BF16, "split"), h, kind)
+            _, qh_t, sh = scaled(dh, E5M2)
+            same_bits(layer.fc1_weight.grad, twin.gemm_fp8(qh_t, qx_t, sh, sx, None, BF16, "split"))
+            same_bits(layer.fc1_bias.grad, twin.dbias(dh))
+        else:
+            same_bits(layer.fc2_weight.grad, twin.gemm(dy.t(), a.t(), None, BF16))
 
 
 def test_a_checkpoint_of_a_layer_that_ran_in_it_loads() -> None:
@@ -105,7 +160,23 @@ def test_compiled_bits(same_bits) -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "sentence"),
     [
-        ({"use_power_2_scales": True}, NotImplementedError, "use_power_2_scales=True is not offered; False is"),
+        ({"use_power_2_scales": 1}, TypeError, "use_power_2_scales=1; True and False are accepted"),
+        ({"fp8_gemm_fprop": MMParams()}, ValueError, r"fp8_gemm_fprop=.*; MMParams\(use_split_accumulator=False\) is"),
+        (
+            {"fp8_gemm_wgrad": MMParams(False)},
+            ValueError,
+            r"fp8_gemm_wgrad=.*; MMParams\(use_split_accumulator=True\) is",
+        ),
+        (
+            {"fp8_quant_fwd_inp": QParams(1)},
+            ValueError,
+            r"fp8_quant_fwd_inp=.*; QParams\(power_2_scale, amax_epsilon\)",
+        ),
+        ({"fp8_quant_bwd_grad": QParams(stochastic_rounding=True)}, ValueError, "fp8_quant_bwd_grad=.*; QParams"),
+        ({"fp8_quant_fwd_weight": None}, ValueError, "fp8_quant_fwd_weight=None; QParams"),
+        ({"fp8_quant_fwd_inp": QParams(False, -1.0)}, ValueError, r"fp8_quant_fwd_inp: amax_epsilon=-1\.0; a finite"),
+        ({"fp8_quant_fwd_inp": QParams(False, 1e39)}, ValueError, r"amax_epsilon=1e\+39; a finite number of fp32"),
+        ({"fp8_quant_fwd_inp": QParams(False, "1")}, ValueError, "amax_epsilon='1'; a finite number"),
         ({"fp8_format": Format.E5M2}, ValueError, "Format.HYBRID and Format.E4M3 are accepted"),
         ({"fp8_dpa": True}, NotImplementedError, r"later tokens .*DelayedScaling\(fp8_dpa=True\)"),
         ({"fp8_mha": True}, NotImplementedError, "fp8_mha=True is not offered"),
@@ -115,6 +186,24 @@ def test_compiled_bits(same_bits) -> None:
 def test_what_is_not_offered_says_so(arguments: dict[str, Any], error: type[Exception], sentence: str) -> None:
     with pytest.raises(error, match=f"^Float8CurrentScaling: .*{sentence}"):
         Float8CurrentScaling(**arguments)
+    recipe = Float8CurrentScaling()
+    ((name, value),) = arguments.items()
+    with pytest.raises(error, match=f"^Float8CurrentScaling: .*{sentence}"):
+        setattr(recipe, name, value)
+
+
+def test_what_is_set_counts_from_the_next_autocast_on(same_bits) -> None:
+    """As Transformer Engine's programs set it."""
+    layer, x = te.Linear(32, 48, params_dtype=BF16), numbers(1, 21, 32)
+    recipe = Float8CurrentScaling()
+    with te.autocast(recipe=recipe):
+        before = layer(x)
+    recipe.fp8_quant_fwd_inp = QParams(power_2_scale=True, amax_epsilon=8.0)
+    with te.autocast(recipe=recipe):
+        after = layer(x)
+    assert not torch.equal(before, after)
+    with te.autocast(recipe=Float8CurrentScaling(fp8_quant_fwd_inp=QParams(True, 8.0))):
+        same_bits(layer(x), after)
 
 
 def test_it_answers_as_in_transformer_engine() -> None:

@@ -134,6 +134,8 @@ def test_every_instruction_has_its_twin() -> None:
     for file in sorted(kernels):
         there, here = (set(name.findall((folder / file).read_text())) for folder in folders)
         assert there <= here, f"{file}: {sorted(there - here)}"
+    headers = sorted(Path(simulator.__file__).parent.rglob("*.cuh"))
+    assert [path for path in headers if not (folders[0].parent / path.relative_to(folders[1].parent)).is_file()] == []
 
 
 def test_the_pages_example() -> None:

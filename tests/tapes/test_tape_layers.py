@@ -132,6 +132,11 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "stochastic depth, parallel": ({"drop_path_rate": 0.3, "parallel_attention_mlp": True}, {}),
     "fp8 attention": ({"recipe": te.DelayedScaling(fp8_dpa=True)}, {}),
 }
+RECIPES = {
+    "current": te.recipe.Float8CurrentScaling(),
+    "current, forward alone": te.recipe.Float8CurrentScaling(backward_override="high_precision"),
+    "block": te.recipe.Float8BlockScaling(),
+}
 
 
 @pytest.mark.sample(2)
@@ -148,6 +153,22 @@ def test_an_option_of_attention_is_played(option: str, mode: str) -> None:
     assert all(group.usable for group in taped.groups)
     assert all(now == before + 1 for before, now in zip(*taped.hits[-2:], strict=True))
     assert [len(launches(lines)) for lines in taped.lines] == [len(launches(lines)) for lines in plain.lines]
+
+
+@pytest.mark.parametrize("options", [{}, {"activation": "swiglu", "normalization": "RMSNorm", "bias": False}])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_without_state_is_played(recipe: str, options: dict[str, Any]) -> None:
+    """Launch for launch: nothing of PyTorch's computes scales."""
+    shared = {"recipe": RECIPES[recipe], "hidden_dropout": 0.0, "attention_dropout": 0.0, "count": 4, **options}
+    plain, taped = Steps(False, "fp8", **shared), Steps(True, "fp8", **shared)
+    assert all(group.usable for group in taped.groups)
+    assert all(now == before + 1 for before, now in zip(*taped.hits[-2:], strict=True))
+    assert {line.split()[0] for line in taped.lines[-1] if re.match(r"(again )?\w+\.\w+ \[", line)} == {"again"}
+    for found, expected in zip(taped.lines, plain.lines, strict=True):
+        assert [ADDRESS.sub("&", line) for line in launches(found)] == [
+            ADDRESS.sub("&", line) for line in launches(expected)
+        ]
+    assert_apart(launches(taped.lines[-1]), launches(plain.lines[-1]), taped.gpu, plain.gpu)
 
 
 @pytest.mark.parametrize("fp8", [False, True])

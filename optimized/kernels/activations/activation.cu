@@ -1,6 +1,6 @@
 // activation: y = act(x) or act(x1) * x2, and its backward, each rounded once to the type of x.
 //
-//     forward    x [rows, n] -> y [rows, m]
+//     forward    x [rows, n] -> y [rows, m]; with AMAX also partial[b] = max |y| of block b, before the rounding
 //     backward   grad [rows, m], x [rows, n] -> dx [rows, n]
 //
 // n = 2 m where gated (x1 = x[:, :m], x2 = x[:, m:]), else n = m; the arithmetic is that of activation.cuh. x is
@@ -10,6 +10,10 @@
 // Bound by memory. A block takes kRows rows of kThreads vectors; a thread has all of its loads in flight at once.
 #include "activation.cuh"
 #include "common/wide_store.cuh"
+#ifdef AMAX
+#include "common/current_scale.cuh"
+#include "ptx/grid.cuh"
+#endif
 
 using namespace twin;
 
@@ -53,9 +57,18 @@ __device__ __forceinline__ Place place(int cols) {
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads)
+#ifdef AMAX
+    forward_kernel(const wide_t* __restrict__ x, wide_t* __restrict__ y, int rows, int cols,
+                   float* __restrict__ partial) {
+    let_next_grid_start();  // `total` of casts/current_scale.cu
+    const Place at = place(cols);
+    if (at.col >= cols) rows = 0;
+    float amax = 0.0f;
+#else
     forward_kernel(const wide_t* __restrict__ x, wide_t* __restrict__ y, int rows, int cols) {
     const Place at = place(cols);
     if (at.col >= cols) return;
+#endif
     const size_t m = cols, n = kHalves * m;
     const wide_t* from = x + at.row * n + at.col;
     Loaded x1[kRows] = {}, x2[kRows] = {};
@@ -71,12 +84,22 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         if (at.row + r < rows) {
             float out[kColumns];
 #pragma unroll
-            for (int i = 0; i < kColumns; i++) out[i] = forward(element(x1[r], i), element(x2[r], i));
+            for (int i = 0; i < kColumns; i++) {
+                out[i] = forward(element(x1[r], i), element(x2[r], i));
+#ifdef AMAX
+                amax = larger(amax, out[i]);
+#endif
+            }
             store(y + (at.row + r) * m + at.col, out);
         }
     }
+#ifdef AMAX
+    amax = largest_of_block<kThreads / 32>(amax);
+    if (threadIdx.x == 0) partial[blockIdx.x] = amax;
+#endif
 }
 
+#ifndef AMAX
 extern "C" __global__ void __launch_bounds__(kThreads)
     backward_kernel(const wide_t* __restrict__ grad, const wide_t* __restrict__ x, wide_t* __restrict__ dx, int rows,
                     int cols) {
@@ -108,3 +131,4 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         }
     }
 }
+#endif

@@ -1,6 +1,6 @@
 """`twin::activation` and its relatives on the GPU. kernels/activations/activation.cu computes activations and their
-derivatives, kernels/activations/activation_cast_transpose.cu also casts them to FP8, and the kernel `total` of
-kernels/casts/dbias.cu finishes dbias. Semantics: `reference.ops.activations.activation`.
+derivatives, kernels/activations/activation_cast_transpose.cu also casts them to FP8; the kernels `total` of
+kernels/casts/dbias.cu and current_scale.cu finish dbias and scales. Semantics: `reference.ops.activations.activation`.
 """
 
 import itertools
@@ -13,6 +13,7 @@ from optimized.cuda import launch
 from optimized.ops.casts.amax import WIDE, aligned, pointer
 from optimized.ops.casts.cast import FP8, scaling_pointers
 from optimized.ops.casts.cast_transpose import tile_grid
+from optimized.ops.casts.current_scale import total
 from optimized.ops.casts.dbias import add_blocks, new_partial
 from reference.numbers.elementary import alpha_log2e
 from reference.ops.activations.activation import (
@@ -21,6 +22,7 @@ from reference.ops.activations.activation import (
     RECORDED,
     activation_backward_outputs,
     activation_outputs,
+    activation_scale_outputs,
     backward_cast_outputs,
     clamp_of,
     forward_cast_outputs,
@@ -29,6 +31,7 @@ from reference.ops.activations.activation import (
 )
 from reference.ops.casts.cast import Scaling
 from reference.ops.casts.cast_transpose import Four, Three
+from reference.ops.casts.current_scale import Scale
 from reference.ops.library import on_cuda
 
 # The macro of kernels/activations/activation.cuh.
@@ -68,8 +71,9 @@ def macros(kind: str) -> dict[str, int | str]:
 
 
 @cache
-def _plain(name: str, kind: str, x: torch.dtype, vector: int) -> launch.Kernel:
-    return launch.function("activation", name, {**macros(kind), "WIDE": WIDE[x], "VECTOR": vector})
+def _plain(name: str, kind: str, x: torch.dtype, vector: int, amax: bool = False) -> launch.Kernel:
+    more = {"AMAX": 1} if amax else {}
+    return launch.function("activation", name, {**macros(kind), "WIDE": WIDE[x], "VECTOR": vector, **more})
 
 
 @cache
@@ -85,8 +89,17 @@ _CHOICES = [*itertools.product(RECORDED, WIDE), *itertools.product(_MORE, [torch
 _CHOICES += [("glu", torch.float16), ("glu", torch.float32)]
 CONFIGURATIONS = [
     *(_plain("forward_kernel", *choice, vector).configuration for choice in _CHOICES for vector in (0, 1)),
+    *(_plain("forward_kernel", *choice, vector, True).configuration for choice in _CHOICES for vector in (0, 1)),
     *(_casting(*x, *cast).configuration for x in _CHOICES for cast in itertools.product(FP8, (False, True))),
 ]
+
+
+def _shape(tensors: tuple[torch.Tensor, ...], rows: int, cols: int) -> tuple[int, int]:
+    """Whether vectors of `tensors` lie at multiples of 16 bytes, and the blocks of a kernel of activation.cu."""
+    size = tensors[-1].element_size()
+    vector = int(cols * size % 16 == 0 and all(tensor.data_ptr() % 16 == 0 for tensor in tensors))
+    tile_cols = _THREADS * (16 // size if vector else 1)
+    return vector, -(-rows // _ROWS) * -(-cols // tile_cols)
 
 
 def _run(name: str, kind: str, tensors: tuple[torch.Tensor, ...], rows: int, cols: int) -> None:
@@ -94,12 +107,9 @@ def _run(name: str, kind: str, tensors: tuple[torch.Tensor, ...], rows: int, col
     if rows * cols == 0:
         return
     out = tensors[-1]
-    size = out.element_size()
-    vector = int(cols * size % 16 == 0 and all(tensor.data_ptr() % 16 == 0 for tensor in tensors))
-    tile_cols = _THREADS * (16 // size if vector else 1)
-    grid = (-(-rows // _ROWS) * -(-cols // tile_cols),)
+    vector, blocks = _shape(tensors, rows, cols)
     args = [*(tensor.data_ptr() for tensor in tensors), np.int32(rows), np.int32(cols)]
-    launch.launch(_plain(name, kind, out.dtype, vector), grid, (_THREADS,), args, device=out.device.index)
+    launch.launch(_plain(name, kind, out.dtype, vector), (blocks,), (_THREADS,), args, device=out.device.index)
 
 
 @on_cuda
@@ -108,6 +118,21 @@ def activation(x: torch.Tensor, kind: str) -> torch.Tensor:
     y = activation_outputs(x, kind)
     _run("forward_kernel", kind, (x, y), *y.shape)
     return y
+
+
+@on_cuda
+def activation_scale(x: torch.Tensor, kind: str, *how: *Scale) -> tuple[torch.Tensor, torch.Tensor]:
+    """`x` `[rows, n]` -> (y `[rows, m]` of x's dtype, the scale for a cast of it to `dtype`, fp32 `[1]`)."""
+    y, scale = activation_scale_outputs(x, kind, *how)
+    rows, cols = y.shape
+    vector, blocks = _shape((x, y), rows, cols)
+    partial = scale.new_empty(blocks)
+    if blocks:
+        args = (x.data_ptr(), y.data_ptr(), np.int32(rows), np.int32(cols), partial.data_ptr())
+        kernel = _plain("forward_kernel", kind, x.dtype, vector, True)
+        launch.launch(kernel, (blocks,), (_THREADS,), args, device=x.device.index)
+    total(partial, scale, *how)
+    return y, scale
 
 
 @on_cuda

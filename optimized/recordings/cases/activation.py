@@ -1,4 +1,4 @@
-"""Cases of `activation`, of its backward, and of both with the cast to FP8."""
+"""Cases of `activation`, of its backward, of both with the cast to FP8, and of `activation_scale`."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -38,14 +38,26 @@ def _activation_cast(shape: tuple[int, int], dtype: torch.dtype, kind: str, devi
     return found
 
 
+def _activation_scale(shape: tuple[int, int], dtype: torch.dtype, kind: str, device: torch.device) -> Outputs:
+    rows, width = shape
+    x = numbers((rows, 2 * width if kind in GATED else width), dtype, 123).to(device)
+    return named("y scale", twin.activation_scale(x, kind, E4M3, False, 0.0))
+
+
 def cases() -> Iterator[Case]:
-    """Activations of every word, and activations with the FP8 cast; forward and backward."""
+    """Activations of every word, activations with the FP8 cast, forward and backward, and with their scale."""
     for kind, dtype in product(RECORDED, WIDE):
         yield Case(f"{kind}", f"{short(dtype)}, 65,536 words", partial(_words_through, dtype, kind))
         for shape in ((1, 16), (37, 80), (130, 144), (1000, 2048)):
             size = "x".join(map(str, shape))
             run = partial(_activation_cast, shape, dtype, kind)
             yield Case(f"{kind} to FP8", f"{short(dtype)} {size}", run, live=shape[0] > 500)
+            yield Case(
+                f"{kind} and its scale",
+                f"{short(dtype)} {size}",
+                partial(_activation_scale, shape, dtype, kind),
+                live=True,
+            )
 
 
 def _pair(
@@ -59,6 +71,7 @@ def _pair(
 def _plain(c: Inputs, kind: str, rows: int, cols: int, dtype: torch.dtype = BF16, start: int = 0) -> Calls:
     grad, x = _pair(c, kind, rows, cols, dtype, start)
     yield Call(twin.activation, (x, kind))
+    yield Call(twin.activation_scale, (x, kind, E4M3, False, 0.0))
     yield Call(twin.activation_backward, (grad, x, kind))
 
 

@@ -9,23 +9,28 @@ from reference.ops.library import twin
 from reference.recipes.quantized import Operand, Quantized, dgrad
 from reference.recipes.quantizer import ActivationPlan, Around, NormPlan, Produced, Quantizer
 
-Record = Callable[[Quantizer, torch.Tensor, Quantized], None]
+Record = Callable[[Quantizer, torch.Tensor, Quantized, torch.Tensor | None], None]
 
 
 class Observed(Around):
-    """Runs `inner`, fused kernels included, then calls `record(inner, x, quantized)`.
+    """Runs `inner`, fused kernels included, then calls `record(inner, x, quantized, scale)`.
 
-    x is the tensor that a GEMM in 16 bits would read. What a fused kernel casts without writing it is computed once
-    more, in the activation dtype.
+    x is the tensor that a GEMM in 16 bits would read, scale what it was multiplied by, None for plain numbers. What a
+    fused kernel casts without writing it is computed once more, in the activation dtype.
     """
 
     def __init__(self, inner: Quantizer, record: Record) -> None:
-        self.inner, self.record = inner, record
+        self.inner, self._record = inner, record
         self.key, self.dtype, self.dtype_t, self.fp8 = inner.key, inner.dtype, inner.dtype_t, inner.fp8
+
+    def record(self, x: torch.Tensor, found: Quantized) -> None:
+        """Call `record` with what became of x."""
+        x = x.detach().contiguous()
+        self._record(self.inner, x, found, self.inner.scale(x))
 
     def quantize(self, x: torch.Tensor, transpose: bool) -> Quantized:
         found = self.inner.quantize(x, transpose)
-        self.record(self.inner, x, found)
+        self.record(x, found)
         return found
 
     def quantize_together(self, others: Sequence[Quantizer], xs: list[torch.Tensor]) -> list[Quantized]:
@@ -34,7 +39,7 @@ class Observed(Around):
         found = plain[0].quantize_together(plain[1:], xs)
         for one, x, quantized in zip(every, xs, found, strict=True):
             if isinstance(one, Observed):
-                one.record(one.inner, x, quantized)
+                one.record(x, quantized)
         return found
 
     def norm(
@@ -47,24 +52,25 @@ class Observed(Around):
         transpose: bool,
     ) -> tuple[Quantized, torch.Tensor, torch.Tensor]:
         found = self.inner.norm(x, gamma, beta, plan, dtype, transpose)
-        self.record(self.inner, twin.norm(x, gamma, beta, *plan, dtype)[0], found[0])
+        self.record(twin.norm(x, gamma, beta, *plan, dtype)[0], found[0])
         return found
 
     def activation(
         self, x: Quantized, w: Quantized, bias: torch.Tensor | None, plan: ActivationPlan, transpose: bool
     ) -> tuple[torch.Tensor, Quantized]:
         h, found = self.inner.activation(x, w, bias, plan, transpose)
-        self.record(self.inner, twin.activation(h, plan.kind), found)
+        y = twin.activation(h, plan.kind)
+        self._record(self.inner, y, found, self.inner.scale_of_activation(h, plan.kind, y))
         return h, found
 
     def grad(self, g: torch.Tensor, transpose: bool, dbias: bool) -> Produced:
         found = self.inner.grad(g, transpose, dbias)
-        self.record(self.inner, g, found[0])
+        self.record(g, found[0])
         return found
 
     def joined_grad(self, parts: list[torch.Tensor], groups: int, transpose: bool, dbias: bool) -> Produced:
         found = self.inner.joined_grad(parts, groups, transpose, dbias)
-        self.record(self.inner, side_by_side(parts, groups), found[0])
+        self.record(side_by_side(parts, groups), found[0])
         return found
 
     def activation_grad(
@@ -72,5 +78,5 @@ class Observed(Around):
     ) -> Produced:
         found = self.inner.activation_grad(g, w, h, plan, transpose, dbias)
         x = twin.activation_backward(dgrad(g, w, plan.dtype, plan.how), h, plan.kind)
-        self.record(self.inner, x, found[0])
+        self.record(x, found[0])
         return found

@@ -1,4 +1,4 @@
-"""Activations: `twin::activation`, its backward, and both with the FP8 cast.
+"""Activations: `twin::activation`, its backward, both with the FP8 cast, and `twin::activation_scale`.
 
 x `[rows, n]` is the pre-activation. The gated kinds split it into x1 = x[:, :n/2] and x2 = x[:, n/2:]; as in
 Transformer Engine, the first half is activated and multiplied by the second. With m = n, or n/2 where gated, and grad
@@ -27,6 +27,7 @@ rounding. NaN stays. A kind names its parameters: "clamped_swiglu(7.0, 1.702, 1.
 grad, x and x2 are widened to fp32 exactly; each multiplication above rounds once, to fp32. Then
 
     activation, activation_backward             y, dx: one rounding to x's dtype
+    activation_scale                            y, and `twin::current_scale` of the fp32 y, not of the rounded one
     activation_cast_transpose                   q, q_t, scale_inv, amax: `twin::cast_transpose` of the fp32 y
     activation_backward_cast_transpose_dbias    the same of the fp32 dx; dbias: its column sums in the order of
                                                 `twin::dbias`, one rounding to x's dtype
@@ -42,9 +43,10 @@ from typing import NamedTuple
 
 import torch
 
-from reference.numbers import elementary
+from reference.numbers import elementary, formats
 from reference.ops.casts.cast import Scaling, cast_rows, check_cast
 from reference.ops.casts.cast_transpose import Four, Three, cast_outputs, transpose_codes
+from reference.ops.casts.current_scale import Scale, check_scale, scale_of
 from reference.ops.casts.dbias import sum_rows
 from reference.ops.checks import check_input, check_like
 from reference.ops.library import define
@@ -186,6 +188,13 @@ def activation_outputs(x: torch.Tensor, kind: str) -> torch.Tensor:
     return x.new_empty((x.shape[0], width(kind, x.shape[1])))
 
 
+def activation_scale_outputs(x: torch.Tensor, kind: str, *scale: *Scale) -> tuple[torch.Tensor, torch.Tensor]:
+    op = "twin::activation_scale"
+    check_activation(op, x, kind)
+    check_scale(op, *scale)
+    return x.new_empty((x.shape[0], width(kind, x.shape[1]))), x.new_empty(1, dtype=torch.float32)
+
+
 def activation_backward_outputs(grad: torch.Tensor, x: torch.Tensor, kind: str) -> torch.Tensor:
     check_activation("twin::activation_backward", x, kind)
     check_grad("twin::activation_backward", grad, x, kind)
@@ -248,6 +257,17 @@ def _backward(grad: torch.Tensor, x: torch.Tensor, kind: str, out: torch.Tensor)
 def activation(x: torch.Tensor, kind: str) -> torch.Tensor:
     """`x` `[rows, n]` -> y `[rows, m]` of x's dtype (fp32, bf16 or fp16); `kind` is one of `KINDS`, or `Clamp.kind`."""
     return _forward(x, kind, activation_outputs(x, kind))
+
+
+@define(activation_scale_outputs)
+def activation_scale(
+    x: torch.Tensor, kind: str, dtype: torch.dtype, power_of_two: bool, epsilon: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`x` `[rows, n]` -> (y `[rows, m]` of x's dtype, the scale for a cast of it to `dtype`, fp32 `[1]`)."""
+    y, scale = activation_scale_outputs(x, kind, dtype, power_of_two, epsilon)
+    wide = _forward(x, kind, torch.empty(y.shape, dtype=torch.float32, device="cpu"))
+    scale.copy_(scale_of(formats.amax(wide), dtype, power_of_two, epsilon))
+    return y.copy_(wide), scale
 
 
 @define(activation_backward_outputs)

@@ -289,11 +289,22 @@ class TestCasts:
         assert history.tolist() == [[INF], [0.0]]
 
 
+@pytest.mark.parametrize("dtype", formats.WIDE_DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_scale_is_that_of_the_numbers_before_they_are_rounded(kind: str, dtype: torch.dtype) -> None:
+    for rows, how in ((37, (E4M3, False, 0.0)), (5, (E4M3, True, 1e-3)), (0, (E4M3, False, 2.0))):
+        x = numbers(rows, 48, dtype, rows, 4.0)
+        y, scale = twin.activation_scale(x, kind, *how)
+        assert_same_bits(y, twin.activation(x, kind))
+        assert_same_bits(scale, twin.current_scale(fp32_forward(x, kind), *how))
+
+
 def test_opcheck() -> None:
     state = (torch.ones(2), torch.zeros(3, 2), 1, E4M3)
     for kind, rows, dtype in (("swiglu", 0, torch.float32), ("gelu", 7, torch.bfloat16), ("swiglu", 32, torch.float16)):
         x, grad = numbers(rows, 32, dtype, 0), numbers(rows, activation.width(kind, 32), dtype, 1)
         torch.library.opcheck(twin.activation.default, (x, kind))
+        torch.library.opcheck(twin.activation_scale.default, (x, kind, E4M3, True, 1e-3))
         torch.library.opcheck(twin.activation_backward.default, (grad, x, kind))
         torch.library.opcheck(twin.activation_cast_transpose.default, (x, kind, *state))
         torch.library.opcheck(twin.activation_backward_cast_transpose_dbias.default, (grad, x, kind, *state))

@@ -36,6 +36,17 @@ def compare_plain(grad: torch.Tensor, x: torch.Tensor, kind: str) -> None:
     assert_same_bits(twin.activation(x.cuda(), kind), expected[0], f"y {where}")
     poison(x.numel() * x.element_size())
     assert_same_bits(twin.activation_backward(grad.cuda(), x.cuda(), kind), expected[1], f"dx {where}")
+    compare_scales(x, kind)
+
+
+def compare_scales(x: torch.Tensor, kind: str) -> None:
+    """y with its scale on both sides; also of numbers without infinities, whose scale is not 1."""
+    for one in (x, torch.where(x.isfinite(), x, 0.0)):
+        for how in ((FP8[0], False, 0.0), (FP8[1], True, 1e-3)):
+            poison(x.numel() * x.element_size())
+            found, expected = twin.activation_scale(one.cuda(), kind, *how), twin.activation_scale(one, kind, *how)
+            for name, a, b in zip(("y", "scale"), found, expected, strict=True):
+                assert_same_bits(a, b, f"{name} of {kind}, {x.dtype} {list(x.shape)}")
 
 
 def compare_casts(
@@ -81,6 +92,14 @@ def test_every_shape(kind: str, dtype: torch.dtype) -> None:
 def test_any_number_of_columns(kind: str, dtype: torch.dtype) -> None:
     for seed, (rows, cols) in enumerate(itertools.product((1, 5), (0, 1, 3, 4, 8, 20, 129, 513))):
         compare_plain(*case(rows, cols, kind, dtype, seed), kind)
+
+
+@pytest.mark.simulated
+@pytest.mark.parametrize("dtype", WIDE)
+@pytest.mark.parametrize("kind", ["gelu", "swiglu", TIGHT])
+def test_the_scale_of_any_shape(kind: str, dtype: torch.dtype) -> None:
+    for seed, (rows, cols) in enumerate(itertools.product((0, 1, 5), (0, 3, 16, 513))):
+        compare_scales(case(rows, cols, kind, dtype, seed)[1], kind)
 
 
 @settings(max_examples=80, deadline=None)
@@ -166,6 +185,7 @@ def test_two_runs_two_streams_and_a_graph_give_the_same_bits() -> None:
         state = (scale, history, 0, FP8[1])
         return [
             twin.activation(x, "geglu"),
+            *twin.activation_scale(x, "geglu", FP8[0], False, 0.0),
             twin.activation_backward(grad, x, "geglu"),
             *twin.activation_cast_transpose(x, "geglu", *state),
             *twin.activation_backward_cast_transpose_dbias(grad, x, "geglu", *state),

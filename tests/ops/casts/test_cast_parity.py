@@ -121,6 +121,18 @@ def test_amax(dtype: torch.dtype) -> None:
         assert_same_bits(found, expected, f"amax of {dtype} {[rows, cols]}")
 
 
+@pytest.mark.simulated
+@pytest.mark.parametrize("dtype", WIDE)
+def test_current_scale(dtype: torch.dtype) -> None:
+    for seed, (rows, cols) in enumerate(itertools.product((0, 1, 3, 700), (0, 1, 5, 16, 1001))):
+        x = numbers(rows, cols, dtype, seed)
+        if seed % 2:
+            x = torch.where(x.isinf(), 0.0, x)
+        for how in ((FP8[0], False, 0.0), (FP8[1], True, 1e-3)):
+            expected, found = twin.current_scale(x, *how), twin.current_scale(x.cuda(), *how)
+            assert_same_bits(found, expected, f"scale of {dtype} {[rows, cols]}")
+
+
 @pytest.mark.parametrize("dtype", WIDE)
 def test_dbias(dtype: torch.dtype) -> None:
     for seed, (rows, cols) in enumerate(itertools.product((*ROWS, 8192 + 65), (0, 1, 7, 8, 16, 33, 520))):

@@ -1,0 +1,52 @@
+// current_scale: the scale of a tensor's own amax.
+//
+//     current_scale   partial[b] = max |x[i]| of what block b reads       NaN ignored, infinity counts
+//     total           scale = fp8_max / max(partial[0], partial[1], ..., epsilon)      exceptions: current_scale.cuh
+//
+// x [count] fp32, bf16 or fp16 (WIDE), any count, 16-byte aligned; partial [blocks] fp32. `total` is launched early.
+#include "common/current_scale.cuh"
+#include "common/wide.cuh"
+#include "ptx/grid.cuh"
+
+using namespace twin;
+
+constexpr int kThreads = 256;
+constexpr int kUnroll = 4;
+constexpr int kTotalThreads = 512;
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+    current_scale(const wide_t* __restrict__ x, float* __restrict__ partial, long long count) {
+    let_next_grid_start();
+    const long long vectors = count / kLanes;
+    const long long stride = static_cast<long long>(gridDim.x) * kThreads * kUnroll;
+    float most = 0.0f;
+    for (long long first = static_cast<long long>(blockIdx.x) * kThreads * kUnroll + threadIdx.x; first < vectors;
+         first += stride) {
+        Vector<kLanes> v[kUnroll];
+#pragma unroll
+        for (int u = 0; u < kUnroll; u++) {
+            const long long i = first + u * kThreads;
+            v[u] = i < vectors ? load_once<kLanes>(x + i * kLanes) : Vector<kLanes>{};
+        }
+#pragma unroll
+        for (int u = 0; u < kUnroll; u++)
+#pragma unroll
+            for (int i = 0; i < kLanes; i++) most = larger(most, widen(v[u], i));
+    }
+    // The last elements, short of a vector.
+    const long long rest = vectors * kLanes + threadIdx.x;
+    if (blockIdx.x == 0 && rest < count) most = larger(most, widen(x[rest]));
+    most = largest_of_block<kThreads / 32>(most);
+    if (threadIdx.x == 0) partial[blockIdx.x] = most;
+}
+
+extern "C" __global__ void __launch_bounds__(kTotalThreads)
+    total(const float* __restrict__ partial, float* __restrict__ scale, int blocks, float fp8_max, float epsilon,
+          int power_of_two) {
+    wait_for_grid_before();
+    float most = 0.0f;
+#pragma unroll 8
+    for (int b = threadIdx.x; b < blocks; b += kTotalThreads) most = larger(most, partial[b]);
+    most = largest_of_block<kTotalThreads / 32>(most);
+    if (threadIdx.x == 0) *scale = current_scale_of(most, fp8_max, epsilon, power_of_two);
+}
