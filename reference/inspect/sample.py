@@ -137,4 +137,5 @@ def recipe_name(recipe: Recipe | None) -> str:
     name = type(recipe).__name__
     name = name if recipe.fp8_format.name == "HYBRID" or recipe.nvfp4() else f"{name} {recipe.fp8_format.name}"
     name = ", ".join([name, *[one for one in _SWITCHES if getattr(recipe, one, False)]])
-    return name if recipe.backward_override is None else f"{name} in forward alone"
+    how = {None: "", "high_precision": " in forward alone", "dequantized": ", dequantized for backward"}
+    return f"{name}{how[recipe.backward_override]}"

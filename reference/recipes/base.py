@@ -8,9 +8,10 @@ from typing import Any, ClassVar, NamedTuple, Self
 import torch
 
 from reference.recipes.quantized import Accumulation
-from reference.recipes.quantizer import ForwardOnly, HighPrecision, Quantizer
+from reference.recipes.quantizer import Dequantized, ForwardOnly, HighPrecision, Quantizer
 from reference.recipes.roles import Role, Roles
 
+_OVERRIDES = {"high_precision": ForwardOnly, "dequantized": Dequantized}  # how backward reads a forward's tensors
 _fixed: dict[Any, Any] = {}  # by each recipe, the copy of it that autocast and layers keep
 _MOST_FIXED = 256
 
@@ -174,7 +175,7 @@ class Recipe:
             if self.backward_override is None:
                 found[role.name] = self.quantizer(role, forward if role.is_forward else backward)
             elif role.is_forward:
-                found[role.name] = ForwardOnly(self.quantizer(role, forward), dtype)
+                found[role.name] = _OVERRIDES[self.backward_override](self.quantizer(role, forward), dtype)
             else:
                 found[role.name] = HighPrecision(dtype)
         return found
@@ -212,9 +213,9 @@ def check_recipe(recipe: Any) -> None:
             f"False is accepted."
         )
     override = recipe.backward_override
-    if override is not None and (not isinstance(override, str) or override != "high_precision"):
-        raise NotImplementedError(
-            f"{name}: backward_override={override!r} is not offered; None and 'high_precision' are accepted."
+    if override is not None and (not isinstance(override, str) or override not in _OVERRIDES):
+        raise ValueError(
+            f"{name}: backward_override={override!r}; None, 'high_precision' and 'dequantized' are accepted."
         )
     if override is not None and recipe.fp8_dpa:
         raise NotImplementedError(

@@ -18,7 +18,7 @@ import torch
 
 from reference.ops.library import twin
 from reference.recipes.base import Format, MMParams, QParams, Recipe, check_recipe
-from reference.recipes.quantized import PRODUCTS, Operand, Products, Quantized
+from reference.recipes.quantized import DEQUANTIZE, PRODUCTS, Operand, Products, Quantized
 from reference.recipes.quantizer import Quantizer
 from reference.recipes.roles import Role
 
@@ -41,7 +41,8 @@ class Float8BlockScaling(Recipe):
             128 × 128, of inputs, weights and gradients; at most one of them is 2.
         fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad: `MMParams(use_split_accumulator=True)`.
         fp8_dpa, fp8_mha: FP8 attention; only False is offered.
-        backward_override: "high_precision" is FP8 in forward alone: backward multiplies in the activation dtype.
+        backward_override: FP8 in forward alone; backward multiplies in the activation dtype, with "high_precision" what
+            the forward has cast, with "dequantized" what its codes stand for.
     """
 
     use_f32_scales: bool = False
@@ -130,5 +131,7 @@ def _add(a: Operand, b: Operand, out: torch.Tensor) -> None:
     twin.gemm_fp8_blocks_accumulate(*_operands(a, b), out)
 
 
+DEQUANTIZE[ROWS] = lambda a, dtype: twin.dequantize(a.codes, a.scales, False, dtype)
+DEQUANTIZE[SQUARES] = lambda a, dtype: twin.dequantize(a.codes, a.scales, True, dtype)
 for _layouts in ((ROWS, ROWS), (ROWS, SQUARES), (SQUARES, ROWS)):
     PRODUCTS[_layouts] = Products(_multiply, _add, torch.bfloat16)

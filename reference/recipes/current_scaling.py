@@ -39,7 +39,8 @@ class Float8CurrentScaling(Recipe):
         fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad: `MMParams`, of fprop with use_split_accumulator=False, of the
             other two with True.
         fp8_dpa, fp8_mha: FP8 attention; only False is offered (`DelayedScaling` has fp8_dpa).
-        backward_override: "high_precision" is FP8 in forward alone: backward multiplies in the activation dtype.
+        backward_override: FP8 in forward alone; backward multiplies in the activation dtype, with "high_precision" what
+            the forward has cast, with "dequantized" what its codes stand for.
         fp8_quant_fwd_inp, fp8_quant_fwd_weight, fp8_quant_bwd_grad: `QParams` of inputs, weights and gradients:
             power_2_scale, scales that are powers of two, and amax_epsilon, the least amax.
     """

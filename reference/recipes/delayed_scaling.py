@@ -41,7 +41,8 @@ class DelayedScaling(Recipe):
         reduce_amax: take the maximum of each amax over autocast's `amax_reduction_group`.
         fp8_dpa: attention's forward in FP8, too (`reference.nn.attentions.attention_fp8`); its backward stays in 16
         bits. fp8_mha: attention's input and output in FP8; only False is offered.
-        backward_override: "high_precision" is FP8 in forward alone: backward multiplies in the activation dtype.
+        backward_override: FP8 in forward alone; backward multiplies in the activation dtype, with "high_precision" what
+            the forward has cast, with "dequantized" what its codes stand for.
         override_linear_precision: older Transformer Engine's switches for GEMMs in 16 bits (fprop, dgrad, wgrad); only
             False three times is offered.
         params_dtype, device: accepted without effect, as in Transformer Engine: Megatron-Core gives them.

@@ -38,7 +38,8 @@ class MXFP8BlockScaling(Recipe):
         margin: Transformer Engine reads it nowhere; only 0 is offered.
         fp8_format: `Format.E4M3` or `Format.HYBRID`.
         fp8_dpa, fp8_mha: FP8 attention; only False is offered.
-        backward_override: "high_precision" is FP8 in forward alone: backward multiplies in the activation dtype.
+        backward_override: FP8 in forward alone; backward multiplies in the activation dtype, with "high_precision" what
+            the forward has cast, with "dequantized" what its codes stand for.
         enable_2d_quantization: weights have a scale for each 32×32, so forward and backward read the same numbers.
     """
 

@@ -56,7 +56,8 @@ class NVFP4BlockScaling(Recipe):
             and post-training; only the defaults are offered.
         fp4_format: `Format.E2M1`. fp8_format: `Format.E4M3`, that of the scales.
         fp8_dpa, fp8_mha: FP8 attention; only False is offered.
-        backward_override: "high_precision" is NVFP4 in forward alone: backward multiplies in the activation dtype.
+        backward_override: NVFP4 in forward alone; backward multiplies in the activation dtype, with "high_precision"
+            what the forward has cast, with "dequantized" what its codes stand for.
     """
 
     disable_rht: bool = False

@@ -157,6 +157,17 @@ PRODUCTS: dict[tuple[str, str], Products] = {
 
 NUMBERS: dict[str, Callable[[Operand], torch.Tensor]] = {}
 """What an operand's codes stand for, float64 `[rows, K]` on the CPU, by a layout whose scales are those of blocks."""
+DEQUANTIZE: dict[str, Callable[[Operand, torch.dtype], torch.Tensor]] = {
+    PER_TENSOR: lambda a, dtype: twin.dequantize(a.codes, a.scales, False, dtype)
+}
+"""The same in a dtype, `[rows, K]`, of layouts of FP8 codes on both sides."""
+
+
+def dequantize(a: Operand, cols: int, dtype: torch.dtype) -> torch.Tensor:
+    """What an operand's codes stand for, `[rows, cols]`, rounded to `dtype`."""
+    if a.layout in NUMBERS:
+        return NUMBERS[a.layout](a)[:, :cols].to(dtype)
+    return DEQUANTIZE[a.layout](a, dtype)
 
 
 def products(a: Operand, b: Operand) -> Products:

@@ -12,7 +12,7 @@ import torch
 
 from reference.ops.casts.cat_cast_transpose import side_by_side
 from reference.ops.library import twin
-from reference.recipes.quantized import Accumulation, Operand, Quantized, as_dtype, dgrad, fprop
+from reference.recipes.quantized import Accumulation, Operand, Quantized, as_dtype, dequantize, dgrad, fprop
 
 
 class NormPlan(NamedTuple):
@@ -68,6 +68,10 @@ class Quantizer:
     def scale_of_activation(self, h: torch.Tensor, kind: str, y: torch.Tensor) -> torch.Tensor | None:
         """The same of `activated(h, kind)`, whose result in T is y."""
         return self.scale(y)
+
+    def of_backward(self, x: torch.Tensor, row: Operand) -> Operand:
+        """What a backward reads of x in `dtype_t`, along its columns; `row` is x quantized."""
+        raise NotImplementedError
 
     def quantize_together(self, others: "Sequence[Quantizer]", xs: list[torch.Tensor]) -> list[Quantized]:
         """Several matrices of one dtype, with transposes: the first by this quantizer, the next by `others`."""
@@ -145,6 +149,9 @@ class Around(Quantizer):
     def scale_of_activation(self, h: torch.Tensor, kind: str, y: torch.Tensor) -> torch.Tensor | None:
         return self.inner.scale_of_activation(h, kind, y)
 
+    def of_backward(self, x: torch.Tensor, row: Operand) -> Operand:
+        return self.inner.of_backward(x, row)
+
 
 class ForwardOnly(Around):
     """FP8 by `inner` for the forward; what a backward reads is in `dtype_t`, 16 bits or fp32, as of `HighPrecision`.
@@ -156,7 +163,7 @@ class ForwardOnly(Around):
 
     def __init__(self, inner: Quantizer, dtype_t: torch.dtype) -> None:
         self.inner, self.dtype, self.dtype_t = inner, inner.dtype, dtype_t
-        self.key = ("forward only", inner.key, dtype_t)
+        self.key = (type(self).__name__, inner.key, dtype_t)
 
     def quantize(self, x: torch.Tensor, transpose: bool) -> Quantized:
         return self._keeping(x, self.inner.quantize(x, False), transpose)
@@ -165,9 +172,20 @@ class ForwardOnly(Around):
         y, found = self.inner.activated(h, kind, False)
         return y, self._keeping(y, found, transpose)
 
-    def _keeping(self, x: torch.Tensor, found: Quantized, transpose: bool) -> Quantized:
+    def of_backward(self, x: torch.Tensor, row: Operand) -> Operand:
         assert self.dtype_t is not None
-        return found._replace(column=Operand(as_dtype(x, self.dtype_t).t())) if transpose else found
+        return Operand(as_dtype(x, self.dtype_t).t())
+
+    def _keeping(self, x: torch.Tensor, found: Quantized, transpose: bool) -> Quantized:
+        return found._replace(column=self.of_backward(x, found.row)) if transpose else found
+
+
+class Dequantized(ForwardOnly):
+    """FP8 by `inner` for the forward; a backward reads what the forward's codes stand for, in `dtype_t`."""
+
+    def of_backward(self, x: torch.Tensor, row: Operand) -> Operand:
+        assert self.dtype_t is not None
+        return Operand(dequantize(row, x.shape[1], self.dtype_t).t())
 
 
 class Calibrating(HighPrecision):

@@ -1,6 +1,7 @@
 """`backward_override="high_precision"`: fprop in FP8, dgrad and wgrad in 16 bits; `auto_precision` chooses it."""
 
 import copy
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,21 @@ from shared.recorded_steps import BF16
 
 import optimized
 import reference as te
+from reference.state.scaling import FP8TensorMeta
 
 DELAYED = te.DelayedScaling(amax_history_len=4, backward_override="high_precision")
 CURRENT = te.recipe.Float8CurrentScaling(backward_override="high_precision")
 RECIPES = {
     "delayed": (DELAYED, te.DelayedScaling(amax_history_len=4)),
     "current": (CURRENT, te.recipe.Float8CurrentScaling()),
+}
+DEQUANTIZED = {
+    "delayed": te.DelayedScaling(amax_history_len=4, backward_override="dequantized"),
+    "current": te.recipe.Float8CurrentScaling(backward_override="dequantized"),
+    "block": te.recipe.Float8BlockScaling(backward_override="dequantized"),
+    "block, fp32": te.recipe.Float8BlockScaling(use_f32_scales=True, backward_override="dequantized"),
+    "mxfp8": te.recipe.MXFP8BlockScaling(backward_override="dequantized"),
+    "nvfp4": te.recipe.NVFP4BlockScaling(backward_override="dequantized"),
 }
 LAYERS: dict[str, Any] = {
     "Linear": lambda **more: te.Linear(32, 48, **more),
@@ -113,22 +123,22 @@ def test_parameters_in_fp32_under_autocast_and_gradients_that_are_added(same_bit
     same_bits(accumulating[0].weight.main_grad, accumulating[1].weight.main_grad)
 
 
-def test_weights_kept_in_fp8(same_bits) -> None:
+@pytest.mark.parametrize("recipe", [DELAYED, DEQUANTIZED["delayed"]], ids=lambda one: one.backward_override)
+def test_weights_kept_in_fp8(recipe: Any, same_bits) -> None:
     torch.manual_seed(5)
-    with te.quantized_model_init(recipe=DELAYED):
+    with te.quantized_model_init(recipe=recipe):
         layer = te.Linear(32, 48, params_dtype=BF16)
     wide = te.Linear(32, 48, params_dtype=BF16)
     with torch.no_grad():
         wide.weight.copy_(layer.weight.dequantize())
         wide.bias.copy_(layer.bias)
-    same_bits(step(layer, DELAYED)[1], step(wide, None)[1], "dx")
+    same_bits(step(layer, recipe)[1], step(wide, None)[1], "dx")
 
 
 @pytest.mark.sample(1)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_recomputed_and_compiled(recipe: str, same_bits) -> None:
-    half = RECIPES[recipe][0]
+@pytest.mark.parametrize("half", [*(one for one, _ in RECIPES.values()), DEQUANTIZED["current"]])
+def test_recomputed_and_compiled(half: Any, same_bits) -> None:
     layer = made("TransformerLayer")
     expected = step(layer, half)
     again = made("TransformerLayer")
@@ -151,17 +161,75 @@ class Recomputed(torch.nn.Module):
         return te.checkpoint(self.layer, x)
 
 
+@pytest.mark.parametrize("recipe", DEQUANTIZED)
+def test_a_dequantized_backward_multiplies_what_the_codes_stand_for(recipe: str, same_bits) -> None:
+    """Of layers whose weights and inputs are those numbers, a backward in 16 bits gives the same."""
+    kind = DEQUANTIZED[recipe]
+    layer, forward, wide = made("Linear"), made("Linear"), made("Linear")
+    x, g = numbers(1, 16, 32), numbers(2, 16, 48)
+    state = FP8TensorMeta.fresh(3, 4, torch.device("cpu")) if recipe == "delayed" else None  # of a first step
+    if state is not None:
+        state.scaled_max = kind.scaled_max(True)
+    quantizers = kind.quantizers(layer.roles, state, state, BF16)
+    with torch.no_grad():
+        codes = [quantizers["input"].quantize(x, True), quantizers["weight"].quantize(layer.weight, True)]
+        stand_for = [one.column.codes.t().contiguous() for one in codes]
+        assert all(one.row.codes.dtype != BF16 for one in codes)
+        wide.weight.copy_(stand_for[1])
+    here, there = x.clone().requires_grad_(), stand_for[0].clone().requires_grad_()
+    with te.autocast(recipe=kind):
+        y = layer(here)
+    y.backward(g)
+    with te.autocast(recipe=dataclasses.replace(kind, backward_override=None)):
+        same_bits(y, forward(x), "y")
+    wide(there).backward(g)
+    same_bits(here.grad, there.grad, "dx")
+    same_bits(layer.weight.grad, wide.weight.grad, "dw")
+    same_bits(layer.bias.grad, wide.bias.grad, "db")
+    assert not torch.equal(stand_for[0], x)
+    assert float((stand_for[0] - x).float().norm() / x.float().norm()) < (0.15 if recipe == "nvfp4" else 0.05)
+
+
+@pytest.mark.parametrize("recipe", DEQUANTIZED)
+@pytest.mark.parametrize("name", LAYERS)
+def test_every_layer_has_a_dequantized_backward(name: str, recipe: str, same_bits) -> None:
+    kind = DEQUANTIZED[recipe]
+    layers = [made(name) for _ in range(2)]
+    found = [step(layer, kind) for layer in layers]
+    for one, two in zip(*found, strict=True):
+        same_bits(one, two)
+        assert one.isfinite().all()
+    half = step(made(name), dataclasses.replace(kind, backward_override="high_precision"))
+    same_bits(found[0][0], half[0], "the forward is that of high_precision")
+    assert not torch.equal(found[0][1], half[1])
+
+
+@pytest.mark.parametrize("recipe", ["current", "block"])
+def test_microbatches_and_recomputation_of_a_dequantized_backward(recipe: str, same_bits) -> None:
+    kind, layer = DEQUANTIZED[recipe], made("LayerNormMLP")
+    expected = step(made("LayerNormMLP"), kind)
+    for more in ({"is_first_microbatch": True}, {"is_first_microbatch": False}):
+        for one, two in zip(step(layer, kind, **more), expected, strict=True):
+            same_bits(one, two)
+    whole = step(made("TransformerLayer"), kind)
+    for one, two in zip(step(Recomputed(made("TransformerLayer")), kind), whole, strict=True):
+        same_bits(one, two)
+
+
+ON_BOTH = [one for one, _ in RECIPES.values()] + [DEQUANTIZED[name] for name in ("delayed", "current", "block")]
+
+
 @pytest.mark.sample(2)
 @pytest.mark.gpu
 @pytest.mark.simulated
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", ON_BOTH, ids=lambda one: f"{type(one).__name__}, {one.backward_override}")
 @pytest.mark.parametrize("name", LAYERS)
-def test_a_gpu_has_the_same_bits(name: str, recipe: str, same_bits) -> None:
+def test_a_gpu_has_the_same_bits(name: str, recipe: Any, same_bits) -> None:
     assert optimized.TransformerLayer
     here = made(name)
     there = copy.deepcopy(here).cuda()
     for _ in range(3):  # the third step plays its launches
-        for one, two in zip(step(here, RECIPES[recipe][0]), step(there, RECIPES[recipe][0], "cuda"), strict=True):
+        for one, two in zip(step(here, recipe), step(there, recipe, "cuda"), strict=True):
             same_bits(one, two.cpu())
 
 

@@ -140,7 +140,7 @@ def test_the_fields_are_transformer_engines() -> None:
         ({"fp8_format": Format.E5M2}, "Format.HYBRID and Format.E4M3 are accepted"),
         ({"fp8_dpa": True}, "fp8_dpa=True is not offered"),
         ({"fp8_mha": True}, "fp8_mha=True is not offered"),
-        ({"backward_override": "dequantized"}, "backward_override='dequantized' is not offered"),
+        ({"backward_override": "dequantised"}, "backward_override='dequantised'; None, 'high_precision' and"),
     ],
 )
 def test_refusals(arguments: dict[str, Any], sentence: str) -> None:

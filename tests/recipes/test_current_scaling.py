@@ -180,7 +180,11 @@ def test_compiled_bits(same_bits) -> None:
         ({"fp8_format": Format.E5M2}, ValueError, "Format.HYBRID and Format.E4M3 are accepted"),
         ({"fp8_dpa": True}, NotImplementedError, r"later tokens .*DelayedScaling\(fp8_dpa=True\)"),
         ({"fp8_mha": True}, NotImplementedError, "fp8_mha=True is not offered"),
-        ({"backward_override": "dequantized"}, NotImplementedError, "backward_override='dequantized'"),
+        (
+            {"backward_override": "dequantised"},
+            ValueError,
+            "backward_override='dequantised'; None, 'high_precision' and",
+        ),
     ],
 )
 def test_what_is_not_offered_says_so(arguments: dict[str, Any], error: type[Exception], sentence: str) -> None:

@@ -236,7 +236,7 @@ REFUSED = [
         for given, sentence in (
             ({"fp8_dpa": True}, "fp8_dpa=True is not offered"),
             ({"fp8_mha": True}, "fp8_mha=True is not offered"),
-            ({"backward_override": "dequantized"}, "backward_override='dequantized' is not offered"),
+            ({"backward_override": "dequantised"}, "backward_override='dequantised'; None, 'high_precision' and"),
         )
     ],
 ]

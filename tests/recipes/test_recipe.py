@@ -70,7 +70,7 @@ def test_the_format_of_four_bits() -> None:
                 "fp8_dpa": ("False", 0, 1, None, np.ones(2), np.False_),
                 "fp8_mha": ("False", 0, 1, None, torch.ones(2), np.False_),
                 "scaling_factor_compute_algo": (True, "max", np.ones(2)),
-                "backward_override": ("dequantized", False, np.ones(2)),
+                "backward_override": ("dequantised", False, np.ones(2)),
                 "override_linear_precision": ((False, False, True), False, None, (False,), np.ones(3), (0, 0, 0)),
             }.items()
             for value in values

@@ -174,7 +174,8 @@ REQUIRED = ["logits", "target", "inp", "hidden", "weight", "t", "freqs"]
 VALUES: dict[str, list[Any]] = {
     "margin": [2], "fp8_format": [Format.E4M3, Format.HYBRID], "amax_history_len": [2],
     "amax_compute_algo": ["most_recent"],
-    "scaling_factor_compute_algo": [max], "backward_override": ["high_precision"], "params_dtype": [BF16],
+    "scaling_factor_compute_algo": [max], "backward_override": ["high_precision", "dequantized"],
+    "params_dtype": [BF16],
     "override_linear_precision": [(True, False, False)], "device": ["cpu", "meta"], "amax_reduction_group": ["a group"],
     "recipe": [DelayedScaling(margin=3, amax_history_len=7), CURRENT], "num_layers": [2], "model_layers": [2],
     "offload_stream": ["a stream"], "tensor_format": ["bshd"], "start_positions": [torch.tensor([1, 2])],

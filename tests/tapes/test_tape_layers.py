@@ -135,7 +135,9 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 RECIPES = {
     "current": te.recipe.Float8CurrentScaling(),
     "current, forward alone": te.recipe.Float8CurrentScaling(backward_override="high_precision"),
+    "current, dequantized": te.recipe.Float8CurrentScaling(backward_override="dequantized"),
     "block": te.recipe.Float8BlockScaling(),
+    "block, dequantized": te.recipe.Float8BlockScaling(backward_override="dequantized"),
 }
 
 

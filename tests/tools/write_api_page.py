@@ -30,7 +30,7 @@ RECIPES = {  # check their own
     "DelayedScaling.scaling_factor_compute_algo": "only `None`",
     "DelayedScaling.fp8_dpa": "True and False (attention's forward; its backward stays in 16 bits)",
     "DelayedScaling.fp8_mha": "only `False`",
-    "DelayedScaling.backward_override": "None and 'high_precision' (FP8 in forward alone)",
+    "DelayedScaling.backward_override": "None, 'high_precision' and 'dequantized' (FP8 in forward alone)",
     "DelayedScaling.fp8_format": "`Format.HYBRID` and `Format.E4M3`",
     "DelayedScaling.amax_compute_algo": "'max' and 'most_recent'",
 }

@@ -202,6 +202,9 @@ OPS: dict[str, Callable[..., Results]] = {
     "cast_transpose": lambda x, *_: [x.double()],
     "cast_blocks": lambda x, *_: [x.double()],
     "cast_blocks_transpose": lambda x, *_: [x.double()],
+    "dequantize": lambda q, scale_inv, square, _: [
+        _numbers(q, scale_inv if scale_inv.dim() == 1 else of_each(scale_inv, q.shape[0], q.shape[1], square))
+    ],
     "cast_transpose_dbias": lambda x, *_: [x.double(), None, None, x.double().sum(0)],
     "cat_cast_transpose_dbias": _joined,
     "dbias": lambda grad: [grad.double().sum(0)],

@@ -227,10 +227,12 @@ class ModuleContext:
             found = w if isinstance(w, Quantized) else quantizer.quantize(w.contiguous(), transpose)
             if first is not None:
                 self.store.keep(name, recipe, found, quantizer)
-        elif (wide := quantizer.dtype_t) is None:
+        elif quantizer.dtype_t is None:
             found = cached
         else:
-            of_backward = Operand(as_dtype(w, wide).t()) if transpose and not isinstance(w, Quantized) else None
+            of_backward = None
+            if transpose and not isinstance(w, Quantized):
+                of_backward = quantizer.of_backward(w, cached.row)
             found = cached._replace(column=w.column if isinstance(w, Quantized) else of_backward)
         _stay(found)
         return found
