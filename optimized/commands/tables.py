@@ -132,7 +132,7 @@ GROUPS = {
     "Attention": ("attention",),
     "Loss and embedding": ("cross_entropy", "embedding"),
     "Optimizer": ("adam",),
-    "The layer": ("layer", "layer_sweep", "timeline", *DETAILS, "stats", "decode", "first_step"),
+    "The layer": ("layer", "layer_recipes", "layer_sweep", "timeline", *DETAILS, "stats", "decode", "first_step"),
     "Training": ("single_gpu", "training", "train", "seeds", "trainer"),
     "How it was tested": ("parity", "transformer_engine", "gpu_suite", "mutation"),
 }
