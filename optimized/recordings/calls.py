@@ -3,8 +3,8 @@
     def calls(c: Inputs) -> Iterator[Call]:            in cases/<op>.py
         yield Call(twin.dbias, (c.x(65, 300),))
 
-The same calls run on a CPU (tests/ops/test_ops.py), on a GPU or in the simulator beside the CPU (`twin parity`,
-tests/test_ops_parity.py), under compute-sanitizer (tests/tools/sanitizer.py), and on a GPU that only takes notes
+The same calls run on a CPU, on a GPU or in the simulator beside the CPU (tests/ops/test_ops.py; on a GPU `twin parity`,
+too), under compute-sanitizer (tests/tools/sanitizer.py), and on a GPU that only takes notes
 (tests/cuda/test_launches.py). So a new op has one list of them.
 """
 

@@ -1,4 +1,7 @@
-"""`te.ops`: each operation is what its formula says, and `Sequential` runs them with extra inputs and outputs."""
+"""`te.ops`: each operation is what its formula says, and `Sequential` runs them with extra inputs and outputs.
+
+On a GPU they have every bit of the CPU's, over training steps, in 16 bits and in FP8.
+"""
 
 import copy
 import pickle
@@ -7,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from shared import training_pairs
 from shared.bits import assert_same_bits
 from shared.dry_gpu import DryGpu
 from shared.operation_cases import BF16, FP16, RECIPES, numbers, run, same
+from shared.training_pairs import train_both
 
 import optimized
 import reference as te
@@ -18,6 +23,8 @@ from reference.ops.library import twin
 
 GATED = ("GLU", "GEGLU", "QGEGLU", "ReGLU", "SReGLU", "SwiGLU")
 PLAIN = ("GELU", "QGELU", "ReLU", "SReLU", "SiLU")
+ACTIVATIONS = (*GATED, *PLAIN)
+RECIPE_NAMES = ("16 bits", "delayed", "current")
 
 
 def words(dtype: torch.dtype) -> torch.Tensor:
@@ -337,3 +344,90 @@ BAD: list[tuple[Callable[[], Any], type[Exception], str]] = [
 def test_what_is_not_accepted_says_so(call: Callable[[], Any], kind: type[Exception], sentence: str) -> None:
     with pytest.raises(kind, match=sentence):
         call()
+
+
+def mlp(activation: str, dtype: torch.dtype) -> Any:
+    ops = te.ops
+    width = 48 if activation.endswith("GLU") else 96
+    return ops.Sequential(
+        ops.LayerNorm(64, dtype=dtype),
+        ops.Linear(64, 96, dtype=dtype),
+        getattr(ops, activation)(),
+        ops.BasicLinear(width, 64, dtype=dtype),
+        ops.Bias(64, dtype=dtype),
+        ops.Dropout(0.1),
+        ops.ConstantScale(0.7),
+        ops.RMSNorm(64, dtype=dtype),
+        ops.Reshape((-1, 32)),
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", RECIPES, ids=RECIPE_NAMES)
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_an_mlp_of_operations(activation: str, dtype: torch.dtype, recipe: Any, same_bits: Any) -> None:
+    train_both(mlp(activation, dtype), (24, 2, 64), dtype, recipe, same_bits, steps=4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("scale", [0.7, -3.0, 1e-3])
+def test_a_constant_scale_of_every_word(dtype: torch.dtype, scale: float) -> None:
+    x = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(dtype)
+    assert_same_bits(te.ops.ConstantScale(scale)(x), optimized.ops.ConstantScale(scale)(x.cuda()))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", RECIPES, ids=RECIPE_NAMES)
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_operations_without_parameters(dtype: torch.dtype, recipe: Any, same_bits: Any) -> None:
+    model = te.ops.Sequential(
+        te.ops.Linear(64, 96, dtype=dtype),
+        te.ops.Quantize(True, True),
+        te.ops.ClampedSwiGLU(limit=1.5, glu_interleave_size=4),
+        te.ops.L2Normalization(),
+        te.ops.Quantize(False, True),
+    )
+    train_both(model, (24, 2, 64), dtype, recipe, same_bits, steps=4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_an_activation_in_fp32(activation: str) -> None:
+    results = []
+    for device in ("cpu", "cuda"):
+        x = training_pairs.numbers(1, (33, 96), torch.float32).to(device).requires_grad_()
+        y = getattr(te.ops, activation)()(x)
+        y.backward(training_pairs.numbers(2, tuple(y.shape), torch.float32).to(device))
+        results.append((y.detach(), x.grad))
+    for one, other in zip(*results, strict=True):
+        assert_same_bits(one, other)
+
+
+@pytest.mark.gpu
+@pytest.mark.simulated
+@pytest.mark.parametrize("dtype", [BF16, FP16, torch.float32])
+def test_extra_inputs_and_outputs(dtype: torch.dtype) -> None:
+    results = []
+    for device in ("cpu", "cuda"):
+        model = te.ops.Sequential(te.ops.MakeExtraOutput(), te.ops.SiLU(), te.ops.AddExtraInput())
+        x, other = (training_pairs.numbers(seed, (33, 40), dtype).to(device).requires_grad_() for seed in (1, 2))
+        y, extra = model(x, other)
+        torch.autograd.backward(
+            [y, extra], [training_pairs.numbers(seed, (33, 40), dtype).to(device) for seed in (3, 4)]
+        )
+        results.append((y.detach(), extra.detach(), x.grad, other.grad))
+    for one, other_side in zip(*results, strict=True):
+        assert_same_bits(one, other_side)
+
+
+@pytest.mark.gpu
+def test_the_gpus_side_starts_with_the_same_numbers_on_cuda() -> None:
+    models = []
+    for side in (te, optimized):
+        torch.manual_seed(3)
+        models.append(side.ops.Sequential(side.ops.LayerNorm(32), side.ops.Linear(32, 48), side.ops.Bias(48)))
+    for one, other in zip(*(model.parameters() for model in models), strict=True):
+        assert other.is_cuda
+        assert_same_bits(one.detach(), other.detach())
