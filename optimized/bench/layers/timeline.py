@@ -35,7 +35,7 @@ PARTS_OF_NAMES = {
     "GEMM": ("gemm", "nvjet", "cutlass", "splitk"),
     "norm": ("norm", "ln_fwd", "ln_bwd", "gammabeta"),
     "activation": ("gelu", "activation", "forward_kernel", "backward_kernel"),
-    "cast": ("cast_", "transpose_", "quantize", "amax", "scale_update", "dbias", "total"),
+    "cast": ("cast_", "transpose_", "quantize", "amax", "current_scale", "scale_update", "dbias", "total"),
     "other": ("",),
 }
 CATEGORIES = tuple(PARTS_OF_NAMES)

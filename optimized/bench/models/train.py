@@ -38,6 +38,7 @@ KERNELS = (
     "cat_cast_transpose",
     "clip_grads",
     "cross_entropy",
+    "current_scale",
     "dbias",
     "dropout",
     "embedding",

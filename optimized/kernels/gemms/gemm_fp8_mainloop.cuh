@@ -101,7 +101,8 @@ struct GemmFP8 {
                 const int blocks = kStageBlocks == 1 ? 1 : min(kStageBlocks, end - kb);
                 ring.wait_empty();
                 if (kb == begin) tile_of_stage<Map>(shared, stage) = tile;
-                ring.expect(blocks * bytes);
+                // Where there are only operands, their sum is made here: kept, it would take a register.
+                ring.expect(blocks * (same_type<Beside, OperandsOnly> ? all_rows * kStageRowBytes : bytes));
 #pragma unroll
                 for (int block = 0; block < kStageBlocks; block++) {
                     if (block >= blocks) break;

@@ -40,6 +40,7 @@ RESULTS = {
     "cast_blocks": ("codes", "scale_inv"),
     "cast_blocks_transpose": (*_CAST, "scale_inv_t"),
     "activation_scale": ("out", "scale"),
+    "current_scale": ("scale",),
     "activation_cast_transpose": _CAST,
     "activation_backward_cast_transpose_dbias": (*_CAST, "dbias"),
     "norm": ("out", "mean", "rstd"),

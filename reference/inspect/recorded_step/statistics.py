@@ -28,7 +28,7 @@ from reference.ops.casts.cast_blocks import of_each
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _WIDE = (torch.float32, torch.bfloat16, torch.float16)
 # No matrices of numbers, or shown already.
-_ASIDE = ("codes_t", "scale_inv", "scale_inv_t", "mean", "rstd", "m", "inv")
+_ASIDE = ("codes_t", "scale", "scale_inv", "scale_inv_t", "mean", "rstd", "m", "inv")
 
 
 @dataclass(frozen=True)
