@@ -1,4 +1,7 @@
-"""`collect_stats`: its counts are NumPy's, and what it measures is what the GEMMs read."""
+"""`collect_stats`: its counts are NumPy's, and what it measures is what the GEMMs read.
+
+On an H200 statistics, plans and anomalies are those of the CPU, in every number and word.
+"""
 
 import copy
 import dataclasses
@@ -13,11 +16,10 @@ import torch
 from shared.bits import assert_same_bits
 from shared.statistics_cases import BF16, CURRENT, DELAYED, LAYERS, made, numbers, step
 
+import optimized  # noqa: F401  (registers the CUDA kernels)
 import reference as te
 from reference.inspect import statistics
 from reference.numbers import formats
-
-pytestmark = pytest.mark.usefixtures("same_player")
 
 ROLES = ("input", "weight", "grad_output")
 
@@ -25,6 +27,7 @@ ROLES = ("input", "weight", "grad_output")
 # --- the numbers -------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("same_player")
 def test_every_number_is_numpys() -> None:
     """Of a linear layer, whose three tensors are at hand."""
     layer: Any = made("Linear")
@@ -69,6 +72,7 @@ def test_every_number_is_numpys() -> None:
     assert samples["grad_output"].gemms == ("dgrad", "wgrad")
 
 
+@pytest.mark.usefixtures("same_player")
 @pytest.mark.parametrize("name", LAYERS)
 def test_what_is_measured_is_what_was_cast(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under current scaling, x cast with the noted scale is the codes; a fused kernel casts the same x, not rounded."""
@@ -95,6 +99,7 @@ def test_what_is_measured_is_what_was_cast(name: str, monkeypatch: pytest.Monkey
                 assert float((distance > 0).float().mean()) < 0.05
 
 
+@pytest.mark.usefixtures("same_player")
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers_parts_and_roles(name: str) -> None:
     model = made(name)
@@ -112,6 +117,7 @@ def test_layers_parts_and_roles(name: str) -> None:
     assert all((one.recipe == DELAYED) == one.ran for one in stats.samples())
 
 
+@pytest.mark.usefixtures("same_player")
 def test_a_summary_adds_counts_and_leaves_out_what_comes_before_first() -> None:
     model = made("Linear")
     with te.collect_stats(model, every=1) as stats:
@@ -130,6 +136,7 @@ def test_a_summary_adds_counts_and_leaves_out_what_comes_before_first() -> None:
     assert samples[0].underflowed > samples[1].underflowed, "delayed scaling begins with scale 1"
 
 
+@pytest.mark.usefixtures("same_player")
 def test_layers_in_16_bits() -> None:
     """Their numbers are counted; what a recipe would make of them is measured beside, and nothing of it is used."""
     model = made("LayerNormMLP")
@@ -148,6 +155,7 @@ def test_layers_in_16_bits() -> None:
     assert [one.amax for one in ran] == [one.amax for one in beside]
 
 
+@pytest.mark.usefixtures("same_player")
 def test_a_layer_whose_sizes_do_not_fit_fp8_is_measured_in_16_bits_alone() -> None:
     model = te.Linear(32, 20, params_dtype=BF16)
     with te.collect_stats(model, every=1, recipes=[CURRENT]) as stats:
@@ -155,6 +163,7 @@ def test_a_layer_whose_sizes_do_not_fit_fp8_is_measured_in_16_bits_alone() -> No
     assert {(one.role, one.recipe) for one in stats.samples()} == {("input", None), ("weight", None)}
 
 
+@pytest.mark.usefixtures("same_player")
 def test_a_recipe_in_which_a_layer_runs_is_not_measured_beside_it() -> None:
     model = made("Linear")
     with te.collect_stats(model, every=1, recipes=[te.recipe.Float8CurrentScaling()]) as stats:
@@ -162,6 +171,7 @@ def test_a_recipe_in_which_a_layer_runs_is_not_measured_beside_it() -> None:
     assert [one.ran for one in stats.samples()] == [True] * 3
 
 
+@pytest.mark.usefixtures("same_player")
 def test_sqnr_without_noise_or_signal() -> None:
     one = statistics.Sample("", "", "input", DELAYED, True, torch.float8_e4m3fn, 0, 0, 0.0, 1.0, 0, 0, 0, 0, 0.0, 0.0)
     assert (one.sqnr, one.saturated_share, one.underflowed_share) == (math.inf, 0.0, 0.0)
@@ -173,6 +183,7 @@ def test_sqnr_without_noise_or_signal() -> None:
 # --- texts -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("same_player")
 def test_the_table_and_the_json() -> None:
     model = made("LayerNormMLP")
     with te.collect_stats(model, every=1, recipes=[te.recipe.Float8CurrentScaling(fp8_format=te.Format.E4M3)]) as stats:
@@ -210,6 +221,7 @@ def test_the_table_and_the_json() -> None:
 # --- refusals ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("same_player")
 def test_refusals() -> None:
     model = made("Linear")
     with pytest.raises(TypeError, match=r"^collect_stats: model='gpt'; a torch.nn.Module is accepted\.$"):
@@ -237,6 +249,7 @@ def test_refusals() -> None:
         step(model)
 
 
+@pytest.mark.usefixtures("same_player")
 def test_a_model_of_which_nothing_can_be_measured_says_so() -> None:
     """As one that is compiled: its layers' pairs pass by no player."""
     model = made("Linear")
@@ -250,6 +263,7 @@ def test_a_model_of_which_nothing_can_be_measured_says_so() -> None:
         model(numbers(0, 4, 32))
 
 
+@pytest.mark.usefixtures("same_player")
 def test_attention_in_fp8_shows_its_operands() -> None:
     """q, k and v; alone and in a layer, with another recipe beside."""
     torch.manual_seed(0)
@@ -267,3 +281,113 @@ def test_attention_in_fp8_shows_its_operands() -> None:
         operands = [("attention", "q"), ("attention", "k"), ("attention", "v")]
         assert found == [(*one, ran) for one in operands for ran in (True, False)]
     assert all(one.amax == q.abs().max() for one in stats.summary())
+
+
+def made_of_blocks(**options: Any) -> torch.nn.Module:
+    torch.manual_seed(3)
+    options = {"params_dtype": BF16} | options
+    layers = (te.TransformerLayer(128, 256, 2, **options) for _ in range(2))
+    return torch.nn.Sequential(*layers, te.LayerNormLinear(128, 64, params_dtype=BF16))
+
+
+def pair(**options: Any) -> tuple[torch.nn.Module, torch.nn.Module]:
+    model = made_of_blocks(**options)
+    return model, copy.deepcopy(model).to("cuda")
+
+
+def sgd_step(model: Any, i: int, recipe: Any) -> list[torch.Tensor]:
+    """A step of SGD written out."""
+    device = next(model.parameters()).device
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(i)
+    x = numbers(i, 96, 2, 128).to(device).requires_grad_()
+    with te.autocast(enabled=recipe is not None, recipe=recipe):
+        y = model(x)
+    y.backward((numbers(i + 50, *y.shape) * 2.0**-8).to(device))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(p - p.grad * 0.03125)
+    return [y.detach(), x.grad, *(p.detach().clone() for p in model.parameters())]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", [DELAYED, CURRENT, None], ids=["delayed", "current", "16 bits"])
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+def test_statistics_are_equal_numbers(recipe: Any, activation: str) -> None:
+    texts = []
+    for model in pair(activation=activation):
+        with te.collect_stats(model, every=2, recipes=[CURRENT]) as stats:
+            for i in range(5):
+                sgd_step(model, i, recipe)
+        assert {one.step for one in stats.samples()} == {0, 2, 4}
+        texts.append(stats.to_json())
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.gpu
+def test_measured_steps_among_replayed_ones_change_no_bit() -> None:
+    plain, measured = made_of_blocks().to("cuda"), made_of_blocks().to("cuda")
+    expected = [sgd_step(plain, i, DELAYED) for i in range(8)]
+    found = [sgd_step(measured, i, DELAYED) for i in range(3)]
+    with te.collect_stats(measured, every=2):
+        found += [sgd_step(measured, i, DELAYED) for i in range(3, 6)]
+    found += [sgd_step(measured, i, DELAYED) for i in range(6, 8)]
+    for i, (a, b) in enumerate(zip(found, expected, strict=True)):
+        for x, y in zip(a, b, strict=True):
+            assert_same_bits(x, y, f"step {i}")
+
+
+@pytest.mark.gpu
+def test_a_plan_is_the_same_on_both_sides() -> None:
+    plans = []
+    for model in pair(hidden_dropout=0.0, attention_dropout=0.0):
+        with torch.no_grad():
+            model[1].layernorm_mlp.fc1_weight[:2] *= 2.0**14  # type: ignore[index, union-attr]
+        plan = te.auto_precision(model, lambda m=model: [sgd_step(m, i, DELAYED) for i in range(3)])
+        assert plan.layers["1.layernorm_mlp"].recipe is None
+        plan.apply(model)
+        sgd_step(model, 5, DELAYED)
+        plans.append(str(plan))
+    assert plans[0] == plans[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", [DELAYED, None], ids=["fp8", "16 bits"])
+def test_a_healthy_step_under_detect_anomaly_has_its_bits(recipe: Any) -> None:
+    plain, watched = made_of_blocks().to("cuda"), made_of_blocks().to("cuda")
+    for i in range(3):
+        expected = sgd_step(plain, i, recipe)
+        with te.detect_anomaly(watched):
+            found = sgd_step(watched, i, recipe)
+        for a, b in zip(found, expected, strict=True):
+            assert_same_bits(a, b)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("part", ["self_attention.proj.bias", "layernorm_mlp.fc2_bias"])
+def test_an_anomaly_is_named_alike(part: str) -> None:
+    sentences = []
+    for model in pair(hidden_dropout=0.0, attention_dropout=0.0):
+        with torch.no_grad():
+            for layer in (model[0], model[1]):  # type: ignore[index]
+                layer.get_parameter(part)[7] = 3e38
+        with pytest.raises(FloatingPointError) as raised, te.detect_anomaly(model):
+            sgd_step(model, 1, DELAYED)
+        sentences.append(str(raised.value))
+    assert sentences[0] == sentences[1]
+    assert "the first infinity was made by twin::" in sentences[0]
+
+
+@pytest.mark.gpu
+def test_an_anomaly_in_backward_runs_in_another_thread_and_is_named() -> None:
+    model = made_of_blocks().to("cuda")
+    x = numbers(1, 16, 2, 128).cuda()
+    with pytest.raises(FloatingPointError) as raised, te.detect_anomaly(model):  # noqa: PT012
+        y = model(x)
+        y.backward(torch.full_like(y, 3e38))
+    assert "the first infinity was made by twin::" in str(raised.value) or "the first NaN" in str(raised.value)
+    assert " in 2 (backward), " in str(raised.value)
+    match = r"the first infinity was made by aten::log in code outside of"
+    with pytest.raises(FloatingPointError, match=match), te.detect_anomaly(model):
+        (model(x).float().sum() * 0).log()
+    assert math.isfinite(float(model(x).detach().float().sum()))
