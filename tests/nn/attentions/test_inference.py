@@ -56,6 +56,20 @@ def test_sequences_of_all_lengths_come_and_go(name: str, in_fp8: bool) -> None:
             assert_same_bits(found, alone(model, name, len(found)))
 
 
+@pytest.mark.parametrize("mask", ["causal", "no_mask"])
+def test_sequences_come_and_go_where_a_part_is_observed(mask: str) -> None:
+    """Attention then runs by its parts: the words are those of the block, whatever the mask."""
+    words = []
+    for observed in (False, True):
+        model = Decoder(layers=1, self_attn_mask_type=mask)
+        if observed:
+            model.layers[0].self_attention.proj.register_forward_hook(lambda *_: None)
+        with torch.no_grad():
+            words.append(mixed(model, model.params()))
+    for name, found in words[0].items():
+        assert_same_bits(words[1][name], found)
+
+
 def test_without_a_causal_rule_a_query_sees_its_whole_step() -> None:
     model = Decoder(layers=1, self_attn_mask_type="no_mask")
     x = model.numbers(3, 12, 1)
