@@ -5,38 +5,17 @@
 //
 // x [count] fp32, bf16 or fp16 (WIDE), any count, 16-byte aligned; partial [blocks] fp32. `total` is launched early.
 #include "common/current_scale.cuh"
-#include "common/wide.cuh"
+#include "amax_share.cuh"
 #include "ptx/grid.cuh"
 
 using namespace twin;
 
-constexpr int kThreads = 256;
-constexpr int kUnroll = 4;
 constexpr int kTotalThreads = 512;
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     current_scale(const wide_t* __restrict__ x, float* __restrict__ partial, long long count) {
     let_next_grid_start();
-    const long long vectors = count / kLanes;
-    const long long stride = static_cast<long long>(gridDim.x) * kThreads * kUnroll;
-    float most = 0.0f;
-    for (long long first = static_cast<long long>(blockIdx.x) * kThreads * kUnroll + threadIdx.x; first < vectors;
-         first += stride) {
-        Vector<kLanes> v[kUnroll];
-#pragma unroll
-        for (int u = 0; u < kUnroll; u++) {
-            const long long i = first + u * kThreads;
-            v[u] = i < vectors ? load_once<kLanes>(x + i * kLanes) : Vector<kLanes>{};
-        }
-#pragma unroll
-        for (int u = 0; u < kUnroll; u++)
-#pragma unroll
-            for (int i = 0; i < kLanes; i++) most = larger(most, widen(v[u], i));
-    }
-    // The last elements, short of a vector.
-    const long long rest = vectors * kLanes + threadIdx.x;
-    if (blockIdx.x == 0 && rest < count) most = larger(most, widen(x[rest]));
-    most = largest_of_block<kThreads / 32>(most);
+    const float most = largest_of_block<kThreads / 32>(largest_of_share(x, count));
     if (threadIdx.x == 0) partial[blockIdx.x] = most;
 }
 

@@ -2,9 +2,9 @@
 //
 //     acc = +0; for each block of K in order: p = one chain from zero (four wgmma), promoted as gemm_fp8_blocks.cuh says
 //
-// A, B row-major FP8 (E4M3 or E5M2 each), K and N multiples of 16, M any; their scales as gemm_fp8_blocks.cuh says. out bf16,
-// fp16 or fp32. ACCUMULATE: out = round(fp32(out) + acc), without a bias. The order over K does not depend on the tile.
-// Blocks, warpgroups and stages are those of gemm_fp8.cu with split accumulation.
+// A, B row-major FP8 (E4M3 or E5M2 each), K and N multiples of 16, M any; their scales as gemm_fp8_blocks.cuh says. out
+// bf16, fp16 or fp32. ACCUMULATE: out = round(fp32(out) + acc), without a bias. The order over K does not depend on the
+// tile. Blocks, warpgroups and stages are those of gemm_fp8.cu with split accumulation.
 //
 // Defines: A_FORMAT, B_FORMAT (E4M3 | E5M2), OUT (BF16 | FP16 | FP32), SQUARE_A, SQUARE_B, ACCUMULATE (0 | 1),
 // WARPGROUPS (1 | 2), BLOCK_N, NARROW, STAGES, RUN: as in gemm_fp8.cu.

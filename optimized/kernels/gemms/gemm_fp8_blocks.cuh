@@ -81,7 +81,7 @@ struct Scaled {
     float rows[2], factors[2][2];  // of the chain that runs; factors [row][128 columns], where B's blocks are square
 
     template <int kColumns>
-    __device__ __forceinline__ void begin(const Tile&) {
+    __device__ __forceinline__ void begin() {
         static_assert(!kSquareB || kColumns % 128 == 0 || 128 % kColumns == 0, "one scale for 128 columns");
         k = 0;
     }

@@ -191,7 +191,7 @@ struct SplitMainloop : Mainloop<typename Gemm::Map> {
 
     template <class Epilogue, class Last>
     __device__ __forceinline__ void operator()(float (&acc)[kAcc], const Tile& tile, Epilogue&, const Last&) {
-        promote.template begin<kBlockN>(tile);
+        promote.template begin<kBlockN>();
         if (kNarrow < kBlockN && tile.end - tile.column <= kNarrow)
             sum(columns<kNarrow>(acc), !tile.last);
         else
@@ -314,7 +314,7 @@ struct Added {
     static constexpr int kParts = kColumns > 128 ? 2 : 1;
 
     template <int kColumns>
-    __device__ __forceinline__ void begin(const Tile&) const {}
+    __device__ __forceinline__ void begin() const {}
     template <int kColumns>
     __device__ __forceinline__ void load(unsigned) const {}
     __device__ __forceinline__ void take_loaded() const {}
