@@ -10,19 +10,18 @@ import json
 
 import numpy as np
 import torch
-from shared.scaled_products import FORMS, PATH, as_cublaslt, operands
+from shared.scaled_products import FORMS, PATH, operands
 
 from optimized import measure
+from optimized.bench.kernels.gemm_blocks import scaled_mm
 from reference.support import files
 
 
 def main() -> None:
     words = {}
     for name, squares in FORMS.items():
-        (a, a_scales), (b, b_scales) = ((x.cuda() for x in one) for one in operands(squares))
-        of_a, of_b = as_cublaslt(a_scales, len(a), squares[0]), as_cublaslt(b_scales, len(b), squares[1])
-        out = torch._scaled_mm(a, b.t(), scale_a=of_a, scale_b=of_b.t(), out_dtype=torch.float32)
-        words[name] = out.cpu().numpy()
+        a, b = ((codes.cuda(), scales.cuda()) for codes, scales in operands(squares))
+        words[name] = scaled_mm(a, b, squares, torch.float32).cpu().numpy()
     about = json.dumps(measure.provenance(()))
     with files.replacing(PATH) as file:
         np.savez_compressed(file, about=np.array(about), **words)

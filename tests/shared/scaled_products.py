@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from reference.numbers import philox
-from reference.ops.casts.cast_blocks import blocks_of, scale_shape
+from reference.ops.casts.cast_blocks import scale_shape
 
 PATH = Path(__file__).parents[1] / "golden" / "scaled_products.npz"
 SHAPE = (64, 128, 1040)  # M, N, K
@@ -22,8 +22,3 @@ def operands(squares: tuple[bool, bool]) -> tuple[Operand, Operand]:
         return philox.normal((rows, k), seed=seed).to(torch.float8_e4m3fn), scales
 
     return made(m, squares[0], 1), made(n, squares[1], 3)
-
-
-def as_cublaslt(scales: torch.Tensor, rows: int, square: bool) -> torch.Tensor:
-    """Scales of `twin::cast_blocks` in the shape that `torch._scaled_mm` takes for its first operand."""
-    return scales[:, : blocks_of(SHAPE[2])] if square else scales[:, :rows].t()

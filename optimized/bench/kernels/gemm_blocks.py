@@ -21,7 +21,7 @@ from optimized.bench.table import Table, percent, table
 from reference.ops.casts.cast_blocks import blocks_of
 
 NAME = "gemm_blocks"
-WHAT = "the same with scales of blocks, against cuBLASLt"
+WHAT = "GEMMs with scales of blocks, against cuBLASLt"
 KERNELS = ("gemm_fp8_blocks", "gemm_fp8", "cast_blocks")
 E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
 
@@ -36,11 +36,14 @@ def operand(rows: int, k: int, square: bool) -> Operand:
     return twin.cast_blocks(values, E4M3, square, "power_of_two", 0.0)
 
 
-def scaled_mm(a: Operand, b: Operand, square: bool) -> torch.Tensor:
-    """cuBLASLt's product, bf16; its layouts of scales are views of ours."""
-    (m, k), n = a[0].shape, b[0].shape[0]
-    of_b = b[1][:, : blocks_of(k)].t() if square else b[1][:, :n]
-    return torch._scaled_mm(a[0], b[0].t(), scale_a=a[1][:, :m].t(), scale_b=of_b, out_dtype=BF16)
+def scaled_mm(a: Operand, b: Operand, squares: tuple[bool, bool], out_dtype: torch.dtype) -> torch.Tensor:
+    """cuBLASLt's product; its layouts of scales are views of ours. `squares`: whether a's and b's blocks are square."""
+    pairs = zip((a, b), squares, strict=True)
+    of_a, of_b = (
+        scales[:, : blocks_of(codes.shape[1])] if square else scales[:, : len(codes)].t()
+        for (codes, scales), square in pairs
+    )
+    return torch._scaled_mm(a[0], b[0].t(), scale_a=of_a, scale_b=of_b.t(), out_dtype=out_dtype)
 
 
 def deep_gemm_call(a: Operand, b: Operand, square: bool) -> Callable[[], torch.Tensor]:
@@ -67,7 +70,7 @@ def calls(name: str, m: int, n: int, k: int) -> Calls:
     a, b, one = operand(m, k, False), operand(n, k, square), torch.ones(1, device="cuda")
     found: Calls = {
         "ours": lambda: twin.gemm_fp8_blocks(a[0], b[0], a[1], b[1], False, square, None, BF16),
-        "theirs": lambda: scaled_mm(a, b, square),
+        "theirs": lambda: scaled_mm(a, b, (False, square), BF16),
         "one_scale": lambda: twin.gemm_fp8(a[0], b[0], one, one, None, BF16, "split"),
     }
     if importlib.util.find_spec("deep_gemm") is not None:

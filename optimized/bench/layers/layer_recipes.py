@@ -5,11 +5,9 @@ scaling, and, where it can be imported, Transformer Engine's under the same reci
 They take turns with blocks of a few steps, forward and backward, timed by the host's clock as `layer.timed` says.
 """
 
-import contextlib
-import functools
 import importlib
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,7 +16,7 @@ import optimized as te
 from optimized import measure
 from optimized.bench import Payload, Progress, each, result, silent
 from optimized.bench.layers import layer, layer_models
-from optimized.bench.layers.layer_models import CASES, Case, Contestant, angles
+from optimized.bench.layers.layer_models import CASES, Build, Case
 from optimized.bench.table import Table, percent, table
 
 NAME = "layer_recipes"
@@ -34,23 +32,17 @@ SIZES = (
 )
 
 
-def layers(case: Case) -> Iterator[tuple[str, Callable[[], Contestant]]]:
+def layers(case: Case) -> Iterator[tuple[str, Build]]:
     """Each layer by name, "ours, block" or "theirs, current", as a call that builds it."""
-
-    def one(name: str, library: Any, recipe: Any) -> Contestant:
-        made = layer_models._transformer_layer(library, case)
-        context = contextlib.nullcontext if recipe is None else functools.partial(library.autocast, recipe=recipe)
-        keywords = {"rotary_pos_emb": angles(case.sequence, case.channels).cuda()} if case.rotary else {}
-        return Contestant(name, "its own", made, case, context, False, **keywords)
-
-    theirs = layer_models._engine()
-    for side, library in (("ours", te), ("theirs", theirs)):
+    sides = {"ours": (te, "optimized.recipe"), "theirs": (layer_models._engine(), "transformer_engine.common.recipe")}
+    for side, (library, module) in sides.items():
         if library is None:
             continue
-        recipes = te.recipe if side == "ours" else importlib.import_module("transformer_engine.common.recipe")
-        for name, recipe in ((None, None), *((name, getattr(recipes, cls)()) for name, cls in RECIPES.items())):
-            title = f"{side}, {name or 'bf16'}"
-            yield title, functools.partial(one, title, library, recipe)
+        recipes = importlib.import_module(module)
+        yield f"{side}, bf16", layer_models._layers(library, side, "its own", case, None)[0]
+        for name, cls in RECIPES.items():
+            recipe = getattr(recipes, cls)()
+            yield f"{side}, {name}", layer_models._layers(library, side, "its own", case, recipe)[1]
 
 
 def measure_one(case: Case, repeats: int, inner: int) -> dict[str, Any]:
