@@ -34,11 +34,10 @@ SIZES = (
 
 def layers(case: Case) -> Iterator[tuple[str, Build]]:
     """Each layer by name, "ours, block" or "theirs, current", as a call that builds it."""
-    sides = {"ours": (te, "optimized.recipe"), "theirs": (layer_models._engine(), "transformer_engine.common.recipe")}
-    for side, (library, module) in sides.items():
+    for side, library in (("ours", te), ("theirs", layer_models._engine())):
         if library is None:
             continue
-        recipes = importlib.import_module(module)
+        recipes = te.recipe if library is te else importlib.import_module("transformer_engine.common.recipe")
         yield f"{side}, bf16", layer_models._layers(library, side, "its own", case, None)[0]
         for name, cls in RECIPES.items():
             recipe = getattr(recipes, cls)()
