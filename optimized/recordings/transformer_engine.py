@@ -1,7 +1,10 @@
 """What Transformer Engine computed on an H200, and the same by `reference`, step by step and op by op.
 
-tests/golden/record_transformer_engine.py recorded six training steps of each of `transformer_engine_cases`, and every
-call of an op of Transformer Engine in these steps, with its arguments and results.
+tests/golden/record_transformer_engine.py recorded the training steps of each of `transformer_engine_cases`, and every
+call of an op of Transformer Engine in these steps, with its arguments and results. There are two recordings: one of
+delayed scaling, one of the other recipes.
+
+    PYTHONPATH=. python -m optimized.recordings.transformer_engine [CASE ...]    how many words differ, and where first
 
 `steps` trains `reference`'s layer. Each step starts from Transformer Engine's state: parameters follow from recorded
 gradients, scales and histories are the recorded ones. `calls` repeats each recorded call with the corresponding op of
@@ -9,6 +12,7 @@ this project on Transformer Engine's own arguments, so that a difference comes f
 """
 
 import json
+import sys
 from collections.abc import Iterator
 from functools import cache
 from typing import Any, NamedTuple
@@ -18,10 +22,10 @@ import torch
 
 import reference as te
 from optimized.compare import Tally
+from optimized.recordings import reader
 from optimized.recordings.reader import RESTORED, arrays
 from optimized.recordings.transformer_engine_cases import (
     CASES,
-    STEPS,
     Run,
     Tensors,
     first_parameters,
@@ -29,10 +33,15 @@ from optimized.recordings.transformer_engine_cases import (
     known,
     updated,
 )
+from reference.ops.casts.cast_blocks import blocks_of, scale_shape
 from reference.ops.library import twin
+from reference.recipes.block_scaling import InBlocks
+from reference.recipes.current_scaling import Current
+from reference.recipes.quantized import Quantized
+from reference.recipes.quantizer import NormPlan, Quantizer
 from reference.support import files
 
-RECORDING = "transformer_engine_h200"
+RECORDING, RECORDING_RECIPES = "transformer_engine_h200", "transformer_engine_recipes_h200"
 Pairs = dict[str, tuple[torch.Tensor, torch.Tensor]]
 
 _NORM = "its norm adds a row in another order, contracts to fma, and takes rsqrtf"
@@ -63,51 +72,69 @@ WHY = {
 
 
 class Step(NamedTuple):
-    """One recorded step: what it started from (x, g, parameters), the results by name, and the calls."""
+    """One recorded step: what it started from (x, g, parameters), the results by name, the calls, and the file."""
 
     start: Tensors
     results: Tensors
     calls: list[dict[str, Any]]
+    recording: str
+
+    def stored(self, place: list[Any]) -> torch.Tensor:
+        """The tensor at `[name or number, shape]`."""
+        return _stored(place, self.start, self.recording)
+
+
+def recording_of(name: str) -> str:
+    """The recording of a case."""
+    return RECORDING if CASES[name].recipe == "delayed" else RECORDING_RECIPES
+
+
+def names() -> list[str]:
+    """The cases that are recorded. Those of delayed scaling all are, and a file of the other recipes may be missing."""
+    others = (reader.DATA / f"{RECORDING_RECIPES}.npz").is_file()
+    there = {RECORDING: CASES.keys(), RECORDING_RECIPES: _file(RECORDING_RECIPES)[0]["cases"] if others else ()}
+    return [name for name in CASES if name in there[recording_of(name)]]
 
 
 @cache
-def _file() -> tuple[dict[str, Any], np.ndarray]:
-    found = arrays(RECORDING)
+def _file(recording: str) -> tuple[dict[str, Any], np.ndarray]:
+    found = arrays(recording)
     try:
         return json.loads(found["index"].tobytes()), found["data"]
     except (TypeError, ValueError) as error:
-        raise files.Damaged(f"{RECORDING}.npz is damaged: {error!r}{RESTORED}.") from error
+        raise files.Damaged(f"{recording}.npz is damaged: {error!r}{RESTORED}.") from error
 
 
-def stored(place: list[Any], start: Tensors) -> torch.Tensor:
+def _stored(place: list[Any], start: Tensors, recording: str) -> torch.Tensor:
     """The tensor at `[name or number, shape]`: a name is one of the step's start, a number one of the file."""
     where, shape = place
     if isinstance(where, str):
         return start[where].reshape(shape)
-    index, data = _file()
+    index, data = _file(recording)
     dtype, first, size = index["arrays"][where]
     return torch.from_numpy(data[first : first + size].copy()).view(getattr(torch, dtype)).reshape(shape)
 
 
 @cache
 def recorded(name: str) -> list[Step]:
-    """The six steps of a case."""
+    """The steps of a case."""
     found: list[Step] = []
-    entries = _file()[0]["cases"][name]
-    if len(entries) != STEPS:
-        raise files.Damaged(f"{RECORDING}.npz is damaged: {name!r} has {len(entries)} steps{RESTORED}.")
-    parameters = first_parameters(name, Run(name, te, te, "cpu").shapes())
+    recording = recording_of(name)
+    entries = _file(recording)[0]["cases"][name]
+    if len(entries) != CASES[name].steps:
+        raise files.Damaged(f"{recording}.npz is damaged: {name!r} has {len(entries)} steps{RESTORED}.")
+    parameters = first_parameters(name, Run(name, te, te.recipe, "cpu").shapes())
     for number, entry in enumerate(entries):
         start = known(*inputs(name, number), parameters)
-        results = {key: stored(place, start) for key, place in entry["results"].items()}
-        found.append(Step(start, results, entry["calls"]))
+        results = {key: _stored(place, start, recording) for key, place in entry["results"].items()}
+        found.append(Step(start, results, entry["calls"], recording))
         parameters = updated(parameters, results)
     return found
 
 
 def steps(name: str) -> Iterator[Pairs]:
     """For each step of `reference`'s layer and by name, its result and the recorded one."""
-    run = Run(name, te, te, "cpu")
+    run = Run(name, te, te.recipe, "cpu")
     before: Tensors | None = None
     for x, step in enumerate(recorded(name)):
         run.load({key: step.start[key] for key in run.shapes()})
@@ -116,9 +143,8 @@ def steps(name: str) -> Iterator[Pairs]:
                 tensor.copy_(before[key])
         given = run.step(*inputs(name, x))
         if given.keys() != step.results.keys():
-            raise files.Damaged(
-                f"{RECORDING}.npz does not fit: {name!r} has {sorted(step.results)} and not {sorted(given)}{RESTORED}."
-            )
+            has = f"{name!r} has {sorted(step.results)} and not {sorted(given)}"
+            raise files.Damaged(f"{step.recording}.npz does not fit: {has}{RESTORED}.")
         yield {key: (ours, step.results[key]) for key, ours in given.items()}
         before = step.results
 
@@ -127,7 +153,7 @@ def calls(name: str) -> Iterator[tuple[str, Pairs]]:
     """For each recorded call the op, and for each part of its result ours and Transformer Engine's."""
     for step in recorded(name):
         for call in step.calls:
-            given = {key: stored(place, step.start) for key, place in call["in"].items()}
+            given = {key: step.stored(place) for key, place in call["in"].items()}
             ours = _OPS[call["op"]](call, given)
             yield call["op"], _pairs(ours, call, step)
             if call["op"] == "cast_dbias":
@@ -135,7 +161,7 @@ def calls(name: str) -> Iterator[tuple[str, Pairs]]:
 
 
 def _pairs(ours: Tensors, call: dict[str, Any], step: Step) -> Pairs:
-    return {key: (ours[key], stored(place, step.start)) for key, place in call["out"].items()}
+    return {key: (ours[key], step.stored(place)) for key, place in call["out"].items()}
 
 
 def _fused(call: dict[str, Any], given: Tensors, step: Step) -> Iterator[tuple[str, Pairs]]:
@@ -143,7 +169,7 @@ def _fused(call: dict[str, Any], given: Tensors, step: Step) -> Iterator[tuple[s
     for before in step.calls:
         if before["op"] == "swiglu_backward" and before["out"]["dx"][0] == call["in"]["x"][0]:
             scaling = _scaling(call, given)
-            operands = (stored(before["in"][key], step.start) for key in ("grad", "x"))
+            operands = (step.stored(before["in"][key]) for key in ("grad", "x"))
             results = twin.activation_backward_cast_transpose_dbias(*operands, "swiglu", *scaling)
             ours = _named("codes codes_t scale_inv dbias", results, scaling)
             yield "swiglu_backward with its cast", _pairs(ours, call, step)
@@ -151,7 +177,9 @@ def _fused(call: dict[str, Any], given: Tensors, step: Step) -> Iterator[tuple[s
 
 def updates(name: str) -> Iterator[Pairs]:
     """Scales and histories of each module and direction, step by step; ours follow from Transformer Engine's amaxes."""
-    run, before = Run(name, te, te, "cpu"), None
+    if CASES[name].recipe != "delayed":
+        return
+    run, before = Run(name, te, te.recipe, "cpu"), None
     recipe = run.recipe
     for step in recorded(name):
         for prefix in run.parts():
@@ -216,6 +244,71 @@ def _gemm(call: dict[str, Any], given: Tensors) -> Tensors:
     return {"out": twin.gemm_fp8(a, b, *scales, given.get("bias"), getattr(torch, call["out_dtype"]), how)}
 
 
+def _quantizer(call: dict[str, Any]) -> Quantizer:
+    """The quantizer by which a call casts, of current or block scaling."""
+    dtype = getattr(torch, call["dtype"])
+    if call["recipe"] == "current":
+        return Current(dtype, call["power_of_two"], 0.0)
+    return InBlocks(dtype, call["square"], "power_of_two" if call["power_of_two"] else "fp32")
+
+
+def _halves(call: dict[str, Any], found: Quantized) -> Tensors:
+    """Codes and scales as they are recorded: without the padding of scales, and in blocks also of the transpose."""
+    row, column = found
+    assert row.scales is not None
+    if call["recipe"] == "current":
+        return {"codes": row.codes, "scale_inv": row.scales}
+    assert column is not None
+    assert column.scales is not None
+    rows, columns = row.codes.shape
+    of_rows, of_columns = (blocks_of(columns), blocks_of(rows)) if call["square"] else (rows, columns)
+    return {
+        "codes": row.codes,
+        "scale_inv": row.scales[:, :of_rows],
+        "codes_t": column.codes[:, :rows],
+        "scale_inv_t": column.scales[:, :of_columns],
+    }
+
+
+def _quantize(call: dict[str, Any], given: Tensors) -> Tensors:
+    return _halves(call, _quantizer(call).quantize(given["x"], True))
+
+
+def _quantize_dbias(call: dict[str, Any], given: Tensors) -> Tensors:
+    found, dbias = _quantizer(call).grad(given["x"], True, True)
+    assert dbias is not None
+    return {**_halves(call, found), "dbias": dbias}
+
+
+def _quantize_norm(call: dict[str, Any], given: Tensors) -> Tensors:
+    plan, x = NormPlan(call["eps"], call["zero_centered"], call["kind"]), given["x"]
+    found, mean, rstd = _quantizer(call).norm(x, given["gamma"], given.get("beta"), plan, x.dtype, True)
+    return {**_halves(call, found), "mean": mean, "rstd": rstd}
+
+
+def _quantize_activation(call: dict[str, Any], given: Tensors) -> Tensors:
+    kind = call["op"].removeprefix(f"{call['recipe']} ")
+    return _halves(call, _quantizer(call).activated(given["x"], kind, True)[1])
+
+
+def _in_16_bits(call: dict[str, Any], given: Tensors) -> Tensors:
+    kind = call["op"].removesuffix(" in 16 bits")
+    if "grad" not in given:
+        return {"out": twin.activation(given["x"], kind)}
+    return {"dx": twin.activation_backward(given["grad"], given["x"], kind.removesuffix("_backward"))}
+
+
+def _gemm_blocks(call: dict[str, Any], given: Tensors) -> Tensors:
+    a, b, scales = given["a"], given["b"], []
+    for key, operand in (("a", a), ("b", b)):
+        found = given[f"{key}_scale_inv"]
+        padded = torch.zeros(scale_shape(len(operand), operand.shape[1], call[f"{key}_square"]), device="cpu")
+        padded[:, : found.shape[1]] = found
+        scales.append(padded)
+    squares = (call["a_square"], call["b_square"])
+    return {"out": twin.gemm_fp8_blocks(a, b, *scales, *squares, given.get("bias"), getattr(torch, call["out_dtype"]))}
+
+
 _OPS = {
     "cast": _cast,
     "cast_dbias": _cast_dbias,
@@ -231,6 +324,12 @@ _OPS = {
     },
     "add": lambda call, given: {"out": given["x"] + given["y"]},
     "dbias": lambda call, given: {"dbias": twin.dbias(given["x"])},
+    **dict.fromkeys(("current cast", "block cast"), _quantize),
+    "current cast_dbias": _quantize_dbias,
+    **dict.fromkeys(("current norm", "block norm"), _quantize_norm),
+    **dict.fromkeys(("current gelu", "current swiglu"), _quantize_activation),
+    **dict.fromkeys(("gelu in 16 bits", "swiglu in 16 bits", "gelu_backward in 16 bits"), _in_16_bits),
+    "block gemm": _gemm_blocks,
 }
 
 
@@ -257,7 +356,7 @@ def summary() -> dict[str, Any]:
     """
     ops: dict[tuple[str, str], Tally] = {}
     cases: list[dict[str, Any]] = []
-    for name in CASES:
+    for name in names():
         different: set[str] = set()
         for op, parts in _every(name):
             for part, pair in parts.items():
@@ -281,3 +380,29 @@ def _row(name: str, tensor: str, tallies: list[Tally], ops: list[str]) -> dict[s
     counts = [tally.different for tally in tallies]
     row = {"case": name, "tensor": tensor, "compared": sum(tally.compared for tally in tallies)}
     return row | {"different": sum(counts)} | ({"steps": counts, "ops": ops} if any(counts) else {})
+
+
+def main(asked: list[str]) -> None:
+    """Print for each case and tensor how many words differ, by step, and each call that differs, in order."""
+    for name in asked or names():
+        print(name)
+        tensors: dict[str, list[Tally]] = {}
+        for pairs in steps(name):
+            for key, pair in pairs.items():
+                tensors.setdefault(key, []).append(Tally())
+                tensors[key][-1].add(*pair)
+        for key, tallies in tensors.items():
+            counts = [tally.different for tally in tallies]
+            print(f"  {key:44}{sum(tally.compared for tally in tallies):>9,} words {sum(counts):>8,} differ  {counts}")
+        found: dict[tuple[str, str], Tally] = {}
+        for number, (op, parts) in enumerate(calls(name)):
+            for part, pair in parts.items():
+                tally = found.setdefault((op, part), Tally())
+                if tally.add(*pair) and tally.different and (op, part) not in WHY:
+                    print(f"  call {number}, {op}: {part} differs")
+        for (op, part), tally in found.items():
+            print(f"    {op + ': ' + part:42}{tally.compared:>9,} words {tally.different:>8,} differ")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,6 +1,7 @@
-"""Record, on an H200, six training steps of Transformer Engine's layers: results, and every op's arguments and results.
+"""Record, on an H200, training steps of Transformer Engine's layers: results, and every op's arguments and results.
 
     PYTHONPATH=. python tests/golden/record_transformer_engine.py FOLDER            on a Hopper GPU, with the library
+    PYTHONPATH=. python tests/golden/record_transformer_engine.py FOLDER --recipes  those of current and block scaling
     PYTHONPATH=. python tests/golden/record_transformer_engine.py --compare         anywhere: docs/results
 
 Nothing of Twin Engine computes here. Cases, inputs and the steps are `optimized.recordings.transformer_engine_cases`'s.
@@ -28,10 +29,9 @@ from optimized import measure
 from optimized.cuda.device import hopper
 from optimized.recordings import transformer_engine
 from optimized.recordings.reader import provenance
-from optimized.recordings.transformer_engine import RECORDING
+from optimized.recordings.transformer_engine import RECORDING, RECORDING_RECIPES, recording_of
 from optimized.recordings.transformer_engine_cases import (
     CASES,
-    STEPS,
     Run,
     Tensors,
     first_parameters,
@@ -102,17 +102,54 @@ def codes(tensor: Any) -> torch.Tensor:
     return rows(data.contiguous()).view(torch.uint8).view(fp8_dtype(tensor._fp8_dtype))
 
 
+def half(tensor: Any, of_rows: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """One half of a tensor in blocks, itself or its transpose: codes `[rows, K]`, and its scales without their padding.
+
+    None where that half is not there.
+    """
+    name = "rowwise" if of_rows else "columnwise"
+    data, scales = (getattr(tensor, f"_{name}_{what}") for what in ("data", "scale_inv"))
+    if data is None:
+        return None
+    data = rows(data) if of_rows else data.detach().reshape(len(data), -1)
+    count = -(-data.shape[1] // 128) if tensor._is_2D_scaled else len(data)
+    return data.view(fp8_dtype(tensor._fp8_dtype)), scales.detach()[:, :count].contiguous()
+
+
 def quantized(tensor: Any, quantizer: Any) -> Tensors:
-    """Results of a cast: codes, scale_inv and the amax that was noted."""
-    scale_inv = tensor._scale_inv.detach().reshape(1)
-    return {"codes": codes(tensor), "scale_inv": scale_inv, "amax": quantizer.amax.detach().reshape(1)}
+    """Results of a cast: codes, scale_inv, and the amax if it was noted; in blocks also those of the transpose."""
+    if quantizer is None:
+        return {"out": rows(tensor)}
+    if hasattr(tensor, "_is_2D_scaled"):
+        halves = {"": half(tensor, True), "_t": half(tensor, False)}
+        return {
+            f"{name}{end}": value
+            for end, found in halves.items()
+            if found is not None
+            for name, value in zip(("codes", "scale_inv"), found, strict=True)
+        }
+    found = {"codes": codes(tensor), "scale_inv": tensor._scale_inv.detach().reshape(1)}
+    return found | ({"amax": quantizer.amax.detach().reshape(1)} if hasattr(quantizer, "amax") else {})
 
 
 def scaled(quantizer: Any, **tensors: Any) -> tuple[Tensors, Call]:
-    """Arguments of an op that casts, taken before it runs."""
+    """Arguments of an op that casts, taken before it runs; those that name the recipe if it is not delayed scaling."""
     given = {key: rows(value) for key, value in tensors.items() if value is not None}
-    given["scale"] = quantizer.scale.detach().reshape(1).clone()
-    return given, {"dtype": short(fp8_dtype(quantizer.dtype))}
+    if quantizer is None:
+        return given, {}
+    more: Call = {"dtype": short(fp8_dtype(quantizer.dtype))}
+    if hasattr(quantizer, "scale"):
+        return given | {"scale": quantizer.scale.detach().reshape(1).clone()}, more
+    assert quantizer.amax_epsilon == 0.0, "amax_epsilon is set"
+    more["power_of_two"] = bool(quantizer.force_pow_2_scales)
+    if not hasattr(quantizer, "block_scaling_dim"):
+        return given, more | {"recipe": "current"}
+    return given, more | {"recipe": "block", "square": quantizer.block_scaling_dim == 2}
+
+
+def named(op: str, more: Call) -> str:
+    """An op's name in the recording: delayed scaling's have none before it."""
+    return f"{more['recipe']} {op}" if "recipe" in more else op
 
 
 # A note: what an op is given, plain attributes, and then a function of its results.
@@ -121,12 +158,12 @@ Note = tuple[str, Tensors, Call, Callable[[Any], Tensors]]
 
 def note_quantize(x: Any, quantizer: Any, output: Any = None, *_: Any, **__: Any) -> Note:
     given, more = scaled(quantizer, x=x)
-    return "cast", given, more, lambda out: quantized(out if output is None else output, quantizer)
+    return named("cast", more), given, more, lambda out: quantized(out if output is None else output, quantizer)
 
 
 def note_bgrad_quantize(x: Any, quantizer: Any) -> Note:
     given, more = scaled(quantizer, x=x)
-    return "cast_dbias", given, more, lambda out: {**quantized(out[1], quantizer), "dbias": out[0]}
+    return named("cast_dbias", more), given, more, lambda out: {**quantized(out[1], quantizer), "dbias": out[0]}
 
 
 def note_norm(kind: str) -> Callable[..., Note]:
@@ -141,7 +178,7 @@ def note_norm(kind: str) -> Callable[..., Note]:
             found = {name: value for name, value in zip(statistics, out[1:], strict=True) if name}
             return {**quantized(out[0], quantizer), **found}
 
-        return "norm", given, more, results
+        return named("norm", more), given, more, results
 
     return note
 
@@ -160,7 +197,8 @@ def note_norm_backward(kind: str) -> Callable[..., Note]:
 def note_activation(op: str) -> Callable[..., Note]:
     def note(x: Any, quantizer: Any) -> Note:
         given, more = scaled(quantizer, x=x)
-        return op, given, more, lambda out: quantized(out, quantizer)
+        name = f"{op} in 16 bits" if quantizer is None else named(op, more)
+        return name, given, more, lambda out: quantized(out, quantizer)
 
     return note
 
@@ -168,6 +206,19 @@ def note_activation(op: str) -> Callable[..., Note]:
 def note_dbias_dgelu(grad: Any, x: Any, quantizer: Any) -> Note:
     given, more = scaled(quantizer, grad=grad, x=x)
     return "gelu_backward", given, more, lambda out: {**quantized(out[1], quantizer), "dbias": out[0]}
+
+
+def note_dgelu(grad: Any, x: Any, quantizer: Any) -> Note:
+    assert quantizer is None, "GELU's gradient is cast without a bias"
+    given = {"grad": rows(grad), "x": rows(x)}
+    return "gelu_backward in 16 bits", given, {}, lambda out: {"dx": rows(out)}
+
+
+def note_sum(x: torch.Tensor, dim: Any = None, **_: Any) -> Note | None:
+    """Of `Tensor.sum`: the gradient of a bias, which the modules add in torch where they cast in blocks."""
+    if x.dim() != 2 or dim != 0 or x.element_size() != 2:
+        return None
+    return "dbias", {"x": x.detach()}, {}, lambda out: {"dbias": out}
 
 
 def note_dswiglu(grad: Any, x: Any, quantizer: Any) -> Note:
@@ -180,21 +231,28 @@ def note_gemm(*args: Any, **_: Any) -> Note:
     assert quantizer is None, "a GEMM's output is cast"
     assert not gelu, "a GEMM has an activation"
     assert not accumulate, "a GEMM accumulates"
-    given = {
-        "a": codes(b),
-        "b": codes(a),
-        "a_scale_inv": b._scale_inv.reshape(1),
-        "b_scale_inv": a._scale_inv.reshape(1),
-    }
+    blocks = hasattr(a, "_is_2D_scaled")
+    if blocks:
+        found = {"a": half(b, not b_is_k), "b": half(a, a_is_n)}
+        given = {key: operand[0] for key, operand in found.items()}
+        given |= {f"{key}_scale_inv": operand[1] for key, operand in found.items()}
+        more: Call = {"a_square": bool(b._is_2D_scaled), "b_square": bool(a._is_2D_scaled), "split": bool(split)}
+    else:
+        given = {
+            "a": codes(b),
+            "b": codes(a),
+            "a_scale_inv": b._scale_inv.reshape(1),
+            "b_scale_inv": a._scale_inv.reshape(1),
+        }
+        more = {"a_t": bool(b_is_k), "b_t": not a_is_n, "split": bool(split)}
     if bias is not None and bias.numel() and not grad:
         given["bias"] = bias
-    more = {"a_t": bool(b_is_k), "b_t": not a_is_n, "split": bool(split)}
 
     def results(out: Any) -> Tensors:
         more["out_dtype"] = short(out[0].dtype)
         return {"out": rows(out[0])}
 
-    return "gemm", given, more, results
+    return "block gemm" if blocks else "gemm", given, more, results
 
 
 def note_bias_dropout_add(x: Any, bias: Any, residual: Any, probability: float) -> Note:
@@ -203,7 +261,7 @@ def note_bias_dropout_add(x: Any, bias: Any, residual: Any, probability: float) 
     return "bias_dropout_add", given, {}, lambda out: {"out": rows(out)}
 
 
-NOTES: dict[str, Callable[..., Note]] = {
+NOTES: dict[str, Callable[..., Note | None]] = {
     "quantize": note_quantize,
     "bgrad_quantize": note_bgrad_quantize,
     "layernorm_fwd": note_norm("layernorm"),
@@ -213,6 +271,7 @@ NOTES: dict[str, Callable[..., Note]] = {
     "gelu": note_activation("gelu"),
     "swiglu": note_activation("swiglu"),
     "dbias_dgelu": note_dbias_dgelu,
+    "dgelu": note_dgelu,
     "dswiglu": note_dswiglu,
     "generic_gemm": note_gemm,
 }
@@ -231,14 +290,19 @@ class Trace:
         places = [{key: self.store.place(value) for key, value in part.items()} for part in (given, results)]
         self.calls.append({"op": op, "in": places[0], "out": places[1], **more})
 
-    def wrapped(self, function: Callable[..., Any], note: Callable[..., Note]) -> Callable[..., Any]:
-        """`function`, noting its calls; what cannot be noted is a problem to print, and the step goes on."""
+    def wrapped(self, function: Callable[..., Any], note: Callable[..., Note | None]) -> Callable[..., Any]:
+        """`function`, noting its calls; what cannot be noted is a problem to print, and the step goes on.
+
+        Where `note` returns None, the call is none to note.
+        """
 
         def call(*args: Any, **kwargs: Any) -> Any:
             noted = None
             try:
-                op, given, more, results = note(*args, **kwargs)
-                noted = {key: value.detach().clone() for key, value in given.items()}
+                found = note(*args, **kwargs)
+                if found is not None:
+                    op, given, more, results = found
+                    noted = {key: value.detach().clone() for key, value in given.items()}
             except Exception as error:  # time on the machine is dear: whatever else there is, is recorded
                 self.problems.add(f"{getattr(function, '__name__', function)}: {error!r}")
             out = function(*args, **kwargs)
@@ -255,8 +319,8 @@ class Trace:
 
 
 @contextmanager
-def tracing(trace: Trace) -> Iterator[None]:
-    """Wrap the extension's functions, wherever the modules look them up."""
+def tracing(trace: Trace, sums: bool) -> Iterator[None]:
+    """Wrap the extension's functions, wherever the modules look them up, and with `sums` `Tensor.sum`."""
     homes = [
         importlib.import_module(name)
         for name in ("transformer_engine_torch", "transformer_engine.pytorch.cpp_extensions")
@@ -265,6 +329,8 @@ def tracing(trace: Trace) -> Iterator[None]:
     layers = importlib.import_module("transformer_engine.pytorch.transformer")
     patches.append((layers, "bias_dropout_add_fused_train", note_bias_dropout_add))
     plain = layers.get_bias_dropout_add
+    if sums:
+        patches.append((torch.Tensor, "sum", note_sum))
     before = [(home, name, getattr(home, name)) for home, name, _ in patches]
     try:
         for home, name, note in patches:
@@ -296,7 +362,7 @@ def residual_stream(trace: Trace, gradient: torch.Tensor, results: Tensors) -> N
 
 
 def record(name: str, store: Store, library: Any, recipes: Any, device: str) -> list[dict[str, Any]]:
-    """The six steps of a case."""
+    """The steps of a case."""
     case = CASES[name]
     importlib.import_module("transformer_engine.pytorch.quantization").FP8GlobalStateManager.reset()
     os.environ |= case.environment
@@ -305,12 +371,12 @@ def record(name: str, store: Store, library: Any, recipes: Any, device: str) -> 
         del os.environ[key]
     parameters = first_parameters(name, run.shapes())
     found = []
-    for step in range(STEPS):
+    for step in range(case.steps):
         x, gradient = inputs(name, step)
         store.begin(known(x, gradient, parameters))
         run.load(parameters)
         trace = Trace(store)
-        with tracing(trace):
+        with tracing(trace, sums=case.recipe == "block"):
             results = run.step(x, gradient)
         if case.layer == "TransformerLayer":
             try:
@@ -326,13 +392,13 @@ def record(name: str, store: Store, library: Any, recipes: Any, device: str) -> 
     return found
 
 
-def write(folder: Path, store: Store, cases: dict[str, Any], origin: dict[str, Any]) -> None:
-    """The recording's two files."""
+def write(folder: Path, recording: str, store: Store, cases: dict[str, Any], origin: dict[str, Any]) -> None:
+    """The two files of `recording`."""
     index = json.dumps({"arrays": store.arrays, "cases": cases}, separators=(",", ":")).encode()
-    path = folder / f"{RECORDING}.npz"
+    path = folder / f"{recording}.npz"
     with files.replacing(path) as file:
         np.savez_compressed(file, index=np.frombuffer(index, np.uint8), data=np.frombuffer(bytes(store.data), np.uint8))
-    files.write(folder / f"{RECORDING}.json", json.dumps(origin, indent=2) + "\n")
+    files.write(folder / f"{recording}.json", json.dumps(origin, indent=2) + "\n")
     print(f"{path}: {len(store.arrays):,} arrays, {len(store.data):,} bytes, {path.stat().st_size / 1e6:.2f} MB")
 
 
@@ -346,7 +412,8 @@ def compare() -> None:
 
 
 def main() -> int:
-    if len(sys.argv) != 2:
+    recipes_too = sys.argv[2:] == ["--recipes"]
+    if len(sys.argv) != (3 if recipes_too else 2):
         print(__doc__)
         return 2
     if sys.argv[1] == "--compare":
@@ -357,17 +424,21 @@ def main() -> int:
     if not Path(sys.argv[1]).is_dir():
         sys.exit(f"{sys.argv[1]!r} is no folder; the recording goes into one.")
     library, recipes = (importlib.import_module(f"transformer_engine.{name}") for name in ("pytorch", "common.recipe"))
-    store, cases, failed = Store(), {}, 0
-    for name in CASES:
+    recording = RECORDING_RECIPES if recipes_too else RECORDING
+    names = [name for name in CASES if recording_of(name) == recording]
+    store, cases = Store(), {}
+    for name in names:
         try:
             cases[name] = record(name, store, library, recipes, "cuda")
         except Exception:  # the other cases are recorded all the same
-            failed += 1
             print(f"{name}: NOT RECORDED", flush=True)
-            traceback.print_exc()
-    origin = {"what": "six training steps of Transformer Engine's layers; recorded by record_transformer_engine.py"}
+            traceback.print_exc(file=sys.stdout)
+    origin = {"what": "training steps of Transformer Engine's layers; recorded by record_transformer_engine.py"}
     origin |= measure.provenance([])
-    write(Path(sys.argv[1]), store, cases, origin)
+    write(Path(sys.argv[1]), recording, store, cases, origin)
+    failed = [name for name in names if name not in cases]
+    print(f"recorded: {len(cases)} of {len(names)} cases", *(f"  {name}" for name in cases), sep="\n")
+    print(f"not recorded: {len(failed)}", *(f"  {name}" for name in failed), sep="\n")
     return 1 if failed else 0
 
 

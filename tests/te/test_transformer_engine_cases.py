@@ -4,6 +4,7 @@ import importlib.util
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,11 +12,17 @@ import torch
 
 import reference as te
 from optimized.recordings import reader, transformer_engine
-from optimized.recordings.transformer_engine_cases import CASES, STEPS, Run, first_parameters, inputs, known, updated
+from optimized.recordings.linear import words
+from optimized.recordings.transformer_engine_cases import CASES, Run, first_parameters, inputs, known, updated
 from reference.ops.library import twin
+from reference.recipes.block_scaling import InBlocks
+from reference.recipes.current_scaling import Current
+from reference.recipes.quantized import Quantized, gemm
+from reference.recipes.quantizer import NormPlan, Quantizer
 from reference.support import files
 
 NAME = "LayerNormMLP, swiglu, fp16"
+OTHERS = "LayerNormMLP, swiglu, current scaling, E4M3, fp16", "LayerNormMLP, gelu, block scaling, fp16"
 
 
 @pytest.fixture
@@ -42,12 +49,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     forget()
 
 
-def steps_of(recorder: Any, store: Any, change: int | None = None) -> list[dict[str, Any]]:
+def steps_of(recorder: Any, store: Any, change: int | None = None, name: str = NAME) -> list[dict[str, Any]]:
     """What the recorder would write of `reference`'s layer; in step `change` one word of dx is another."""
-    run = Run(NAME, te, te, "cpu")
-    parameters, found = first_parameters(NAME, run.shapes()), []
-    for step in range(STEPS):
-        x, gradient = inputs(NAME, step)
+    run = Run(name, te, te.recipe, "cpu")
+    parameters, found = first_parameters(name, run.shapes()), []
+    for step in range(CASES[name].steps):
+        x, gradient = inputs(name, step)
         store.begin(known(x, gradient, parameters))
         run.load(parameters)
         results = run.step(x, gradient)
@@ -61,7 +68,7 @@ def steps_of(recorder: Any, store: Any, change: int | None = None) -> list[dict[
 @pytest.mark.parametrize("change", [None, 4])
 def test_a_step_starts_from_what_was_recorded(recorder: Any, folder: Path, change: int | None) -> None:
     store = recorder.Store()
-    recorder.write(folder, store, {NAME: steps_of(recorder, store, change)}, {})
+    recorder.write(folder, recorder.RECORDING, store, {NAME: steps_of(recorder, store, change)}, {})
     different = {
         (step, key): transformer_engine.Tally().add(*pair)
         for step, pairs in enumerate(transformer_engine.steps(NAME))
@@ -69,6 +76,105 @@ def test_a_step_starts_from_what_was_recorded(recorder: Any, folder: Path, chang
     }
     assert {key: count for key, count in different.items() if count} == ({} if change is None else {(4, "dx"): 1})
     assert transformer_engine.compare(NAME).equal
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_the_other_recipes_have_a_recording_of_their_own(recorder: Any, folder: Path, name: str) -> None:
+    store = recorder.Store()
+    recorder.write(folder, recorder.RECORDING, store, {NAME: []}, {})
+    assert transformer_engine.names() == [one for one, case in CASES.items() if case.recipe == "delayed"]
+    recorder.write(folder, recorder.RECORDING_RECIPES, store, {name: steps_of(recorder, store, 1, name)}, {})
+    forget()
+    assert transformer_engine.names()[-1] == name
+    found = [
+        {key: transformer_engine.Tally().add(*pair) for key, pair in pairs.items()}
+        for pairs in transformer_engine.steps(name)
+    ]
+    assert [key for step in found for key, count in step.items() if count] == ["dx"]
+    assert found[1]["dx"] == 1
+
+
+class Codes:
+    """A tensor with the attributes of Transformer Engine's FP8 tensors, of the casts of `reference`."""
+
+    def __init__(self, found: Quantized, square: bool | None = None) -> None:
+        (codes, scales, *_), column = found.row, found.column
+        assert column is not None
+        self._fp8_dtype = "E4M3" if codes.dtype == torch.float8_e4m3fn else "E5M2"
+        if square is None:
+            self._data, self._transpose, self._scale_inv = codes.view(torch.uint8), None, scales
+            return
+        self._is_2D_scaled = square
+        self._rowwise_data, self._rowwise_scale_inv = codes.view(torch.uint8), scales
+        self._columnwise_data, self._columnwise_scale_inv = (x.clone() for x in column[:2])
+        self._columnwise_data = self._columnwise_data.view(torch.uint8)
+        self._columnwise_scale_inv[:, len(self._columnwise_data) :] = torch.nan  # nobody writes the padding
+
+
+def quantizers(recipe: str, square: bool) -> tuple[Any, Quantizer]:
+    """A quantizer with Transformer Engine's attributes, and ours."""
+    theirs = SimpleNamespace(dtype="E4M3", force_pow_2_scales=True, amax_epsilon=0.0)
+    if recipe == "current":
+        return theirs, Current(torch.float8_e4m3fn, True, 0.0)
+    theirs.block_scaling_dim = 1 + square
+    return theirs, InBlocks(torch.float8_e4m3fn, square, "power_of_two")
+
+
+@pytest.mark.parametrize("recipe", ["current", "block"])
+def test_calls_of_the_other_recipes_are_repeated(recorder: Any, folder: Path, recipe: str) -> None:
+    name = next(one for one in OTHERS if CASES[one].recipe == recipe)
+    store = recorder.Store()
+    entries = steps_of(recorder, store, name=name)
+    x, w, g = (words(n, shape, 1.0).bfloat16() for n, shape in enumerate(((144, 48), (160, 48), (144, 160))))
+    gamma, beta = x[0], x[1]
+    trace = recorder.Trace(store)
+    store.begin({})
+    made = {}
+    for key, tensor in (("x", x), ("w", w), ("g", g)):
+        square = recipe == "block" and key == "w"
+        theirs, ours = quantizers(recipe, square)
+        made[key] = Codes(ours.quantize(tensor, True), square if recipe == "block" else None)
+        call = trace.wrapped(lambda *_, key=key: made[key], recorder.note_quantize)
+        assert call(tensor, theirs) is made[key]
+    theirs, ours = quantizers(recipe, False)
+    kind = False if recipe == "block" else None
+    found, mean, rstd = ours.norm(x, gamma, beta, NormPlan(1e-5, False, "layernorm"), x.dtype, True)
+    norm = trace.wrapped(lambda *_: [Codes(found, kind), mean, rstd], recorder.note_norm("layernorm"))
+    norm(x, gamma, beta, 1e-5, None, theirs, None, 0, False)
+    y, cast = ours.activated(x, "gelu", True)
+    if recipe == "current":
+        trace.wrapped(lambda *_: Codes(cast), recorder.note_activation("gelu"))(x, theirs)
+        out = [twin.dbias(g), made["g"]]
+        trace.wrapped(lambda *_: out, recorder.note_bgrad_quantize)(g, theirs)
+    else:
+        trace.wrapped(lambda *_: y, recorder.note_activation("gelu"))(x, None)
+        trace.wrapped(lambda *_, dim: twin.dbias(g), recorder.note_sum)(g, dim=0)
+        assert trace.wrapped(torch.Tensor.sum, recorder.note_sum)(gamma, dim=0).shape == ()
+    grad = words(9, (144, 48), 1.0).bfloat16()
+    trace.wrapped(lambda *_: twin.activation_backward(grad, x, "gelu"), recorder.note_dgelu)(grad, x, None)
+    qx, qw, qg = (
+        quantizers(recipe, recipe == "block" and key == "w")[1].quantize(tensor, True)
+        for key, tensor in (("x", x), ("w", w), ("g", g))
+    )
+    products = (  # a, b of Transformer Engine's order, and ours
+        (made["w"], True, made["x"], False, gemm(qx.row, qw.row, None, x.dtype, "split")),
+        (made["w"], False, made["g"], False, gemm(qg.row, qw.column, None, x.dtype, "split")),
+        (made["x"], False, made["g"], True, gemm(qg.column, qx.column, None, x.dtype, "split")),
+    )
+    for a, a_t, b, b_t, out in products:
+        call = trace.wrapped(lambda *_, out=out: [out, None, None, None], recorder.note_gemm)
+        call(a, a_t, b, b_t, None, None, None, None, None, False, None, a_t, None, 0, False, True)
+    assert trace.problems == set()
+    entries[1]["calls"] = trace.calls
+    recorder.write(folder, recorder.RECORDING_RECIPES, store, {name: entries}, {})
+    different = [
+        (op, part, transformer_engine.Tally().add(*pair))
+        for op, parts in transformer_engine.calls(name)
+        for part, pair in parts.items()
+    ]
+    assert len(trace.calls) == 10
+    assert len({op for op, *_ in different}) == len({call["op"] for call in trace.calls})
+    assert [one for one in different if one[2]] == []
 
 
 def test_a_call_is_repeated_on_its_own_arguments(recorder: Any, folder: Path) -> None:
@@ -86,7 +192,7 @@ def test_a_call_is_repeated_on_its_own_arguments(recorder: Any, folder: Path) ->
     more = {"a_t": True, "b_t": True, "split": True, "out_dtype": "float16"}
     trace.add("gemm", operands, more, {"out": out})
     entries[0]["calls"] = trace.calls
-    recorder.write(folder, store, {NAME: entries}, {})
+    recorder.write(folder, recorder.RECORDING, store, {NAME: entries}, {})
     found = {
         (op, part): transformer_engine.Tally().add(*pair)
         for op, parts in transformer_engine.calls(NAME)
@@ -112,11 +218,11 @@ def test_a_recording_of_other_results_is_damage(recorder: Any, folder: Path) -> 
     store = recorder.Store()
     entries = steps_of(recorder, store)
     del entries[0]["results"]["dx"]
-    recorder.write(folder, store, {NAME: entries}, {})
+    recorder.write(folder, recorder.RECORDING, store, {NAME: entries}, {})
     with pytest.raises(files.Damaged, match="does not fit"):
         list(transformer_engine.steps(NAME))
     forget()
-    recorder.write(folder, store, {NAME: entries[1:]}, {})
+    recorder.write(folder, recorder.RECORDING, store, {NAME: entries[1:]}, {})
     with pytest.raises(files.Damaged, match="has 5 steps"):
         transformer_engine.recorded(NAME)
     assert json.loads((folder / "transformer_engine_h200.json").read_text()) == {}
@@ -124,10 +230,10 @@ def test_a_recording_of_other_results_is_damage(recorder: Any, folder: Path) -> 
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_case_runs_with_finite_numbers(name: str) -> None:
-    run = Run(name, te, te, "cpu")
+    run = Run(name, te, te.recipe, "cpu")
     parameters = first_parameters(name, run.shapes())
     run.load(parameters)
-    for step in (0, 3):
+    for step in (0, CASES[name].steps // 2):
         results = run.step(*inputs(name, step))
         assert all(torch.isfinite(value).all() for value in results.values())
         assert {f"d {key}" for key in parameters} <= results.keys()
