@@ -215,15 +215,23 @@ def equality() -> str:
         mine = [row for row in theirs if (row["op"] in names) == differs]
         if mine:
             counts = (sum(row["compared"] for row in mine), sum(row["different"] for row in mine))
-            what = what if differs else ", ".join(dict.fromkeys(row["op"] for row in mine))
+            plain = (
+                row["op"].removeprefix("current ").removeprefix("block ").removesuffix(" in 16 bits") for row in mine
+            )
+            what = what if differs else ", ".join(dict.fromkeys(plain))
             why = "its own roundings ([each op](docs/results.md#how-it-was-tested))" if differs else ""
             rows.append((f"CPU and Transformer Engine: {what}", *(f"{n:,}" for n in counts), why))
     layers = _built("transformer_engine", lambda payload: payload["cases"]) or []
-    if layers:
-        what = f"{len({row['case'] for row in layers})} layers without attention, six steps"
-        counts = (sum(row["compared"] for row in layers), sum(row["different"] for row in layers))
-        why = "the ops of the row above, inside layers"
-        rows.append((f"CPU and Transformer Engine: {what}", *(f"{n:,}" for n in counts), why))
+    others = ("current scaling", "block scaling")
+    for recipe in ("delayed scaling", *others):
+        mine = [
+            row for row in layers if next((one for one in others if one in row["case"]), "delayed scaling") == recipe
+        ]
+        if mine:
+            what = f"{len({row['case'] for row in mine})} layers without attention, {recipe}"
+            counts = (sum(row["compared"] for row in mine), sum(row["different"] for row in mine))
+            why = "norms, activations and fused additions, inside layers"
+            rows.append((f"CPU and Transformer Engine: {what}", *(f"{n:,}" for n in counts), why))
     how = "A word is one number of a result: 32, 16 or 8 bits."
     note = (
         "`twin parity --replay` compares what must be equal with the recordings again, on any CPU, in half a minute. "

@@ -13,7 +13,14 @@ DATA = Path(__file__).parent / "data"
 RESTORED = ": install the package anew, or in a clone `git checkout -- optimized/recordings`"
 
 
-NAMES = ("parity_h200", "wgmma_h200", "tensor_core_h200", "linear_h200", "transformer_engine_h200")
+NAMES = (
+    "parity_h200",
+    "wgmma_h200",
+    "tensor_core_h200",
+    "linear_h200",
+    "transformer_engine_h200",
+    "transformer_engine_recipes_h200",
+)
 
 
 def missing() -> list[str]:

@@ -65,14 +65,10 @@ WHY = {
         ("dbias", "dbias", _SUM),
         ("swiglu_backward with its cast", "codes amax", _ROUNDED),
         ("swiglu_backward with its cast", "dbias", f"{_ROUNDED}; {_SUM}"),
-        ("current norm", "codes scale_inv mean rstd", _NORM),
-        ("block norm", "codes scale_inv codes_t scale_inv_t mean rstd", _NORM),
-        ("current gelu", "codes scale_inv", _GELU),
-        ("current swiglu", "codes scale_inv", _SILU),
+        ("current norm", "mean rstd", _NORM),
+        ("block norm", "mean rstd", _NORM),
+        ("current gelu", "scale_inv", _GELU),
         ("gelu in 16 bits", "out", _GELU),
-        ("swiglu in 16 bits", "out", _SILU),
-        ("gelu_backward in 16 bits", "dx", _GELU),
-        ("current cast_dbias", "dbias", _SUM),
         ("bias_dropout_add", "out", "torch.compile fuses it and keeps fp32 between its two additions"),
     )
     for part in parts.split()
