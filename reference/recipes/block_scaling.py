@@ -6,11 +6,13 @@
     GEMMs               `reference.ops.gemms.gemm_fp8_blocks`: chains of K = 128, each multiplied by its two scales
 
 There is no state between steps. The results of norms and activations are rounded to the activation dtype before they
-are cast, as under current scaling. A token's scales are of that token alone, so its words do not depend on the batch.
+are cast, as under current scaling; an activation and its gradient are in no memory then
+(`reference.ops.activations.activation_cast_blocks`), nor are the gradients of q, k and v side by side. A token's scales are of that token alone, so its words do not depend on the batch.
 
 Names, defaults and meaning are Transformer Engine's (`transformer_engine.common.recipe.Float8BlockScaling`).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +20,8 @@ import torch
 
 from reference.ops.library import twin
 from reference.recipes.base import Format, MMParams, QParams, Recipe, check_recipe
-from reference.recipes.quantized import DEQUANTIZE, PRODUCTS, Operand, Products, Quantized
-from reference.recipes.quantizer import Quantizer
+from reference.recipes.quantized import DEQUANTIZE, PRODUCTS, Operand, Products, Quantized, dgrad, fprop
+from reference.recipes.quantizer import ActivationPlan, Produced, Quantizer
 from reference.recipes.roles import Role
 
 ROWS = "blocks of 1 × 128"
@@ -113,8 +115,44 @@ class InBlocks(Quantizer):
         if not transpose:
             q, scale_inv = twin.cast_blocks(x, *how)
             return Quantized(Operand(q, scale_inv, layout), None)
-        q, q_t, scale_inv, scale_inv_t = twin.cast_blocks_transpose(x, *how)
-        return Quantized(Operand(q, scale_inv, layout), Operand(q_t, scale_inv_t, layout))
+        return _both(twin.cast_blocks_transpose(x, *how), layout)
+
+    def activation(
+        self, x: Quantized, w: Quantized, bias: torch.Tensor | None, plan: ActivationPlan, transpose: bool
+    ) -> tuple[torch.Tensor, Quantized]:
+        if self.square or not transpose:
+            return super().activation(x, w, bias, plan, transpose)
+        h = fprop(x, w, bias, plan.dtype, plan.how)
+        return h, _both(twin.activation_cast_blocks_transpose(h, plan.kind, self.dtype, self.dialect, 0.0))
+
+    def grad(self, g: torch.Tensor, transpose: bool, dbias: bool) -> Produced:
+        if self.square or not (transpose and dbias):
+            return super().grad(g, transpose, dbias)
+        return self.joined_grad([g], 1, transpose, dbias)
+
+    def joined_grad(self, parts: list[torch.Tensor], groups: int, transpose: bool, dbias: bool) -> Produced:
+        if self.square or not transpose:
+            return super().joined_grad(parts, groups, transpose, dbias)
+        # Without a bias, too: sums that nobody reads cost less than a copy of the parts.
+        parts = [part.contiguous() for part in parts]
+        *cast, db = twin.cat_cast_blocks_transpose_dbias(parts, groups, self.dtype, self.dialect, 0.0)
+        return _both(cast), db if dbias else None
+
+    def activation_grad(
+        self, g: Quantized, w: Operand, h: torch.Tensor, plan: ActivationPlan, transpose: bool, dbias: bool
+    ) -> Produced:
+        if self.square or not transpose:
+            return super().activation_grad(g, w, h, plan, transpose, dbias)
+        dy = dgrad(g, w, plan.dtype, plan.how)
+        how = (plan.kind, self.dtype, self.dialect, 0.0)
+        *cast, db = twin.activation_backward_cast_blocks_transpose_dbias(dy, h, *how)
+        return _both(cast), db if dbias else None
+
+
+def _both(cast: Sequence[torch.Tensor], layout: str = ROWS) -> Quantized:
+    """What the casts with a transposed copy give."""
+    q, q_t, scale_inv, scale_inv_t = cast
+    return Quantized(Operand(q, scale_inv, layout), Operand(q_t, scale_inv_t, layout))
 
 
 def _operands(a: Operand, b: Operand) -> tuple[Any, ...]:

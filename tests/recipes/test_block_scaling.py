@@ -11,6 +11,8 @@ from shared.recipe_steps import Recomputed, layer_of, numbers, step
 import optimized
 import reference as te
 from reference.recipe import DelayedScaling, Float8BlockScaling, Format, MMParams, QParams, by_layer
+from reference.recipes.block_scaling import InBlocks
+from reference.recipes.quantizer import Quantizer
 
 BF16 = torch.bfloat16
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -46,6 +48,25 @@ def test_linear_is_what_the_formulas_say(
     assert_same_bits(layer.weight.grad, twin.gemm_fp8_blocks(qg_t, qx_t, sg_t, sx_t, of_g, of_x, None, BF16))
     assert_same_bits(layer.bias.grad, twin.dbias(g))
     assert "scaling_fwd" not in layer.fp8_meta, "there is no state between steps"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"activation": "swiglu", "normalization": "RMSNorm", "bias": False},
+        {"fuse_qkv_params": False, "num_gqa_groups": 2, "activation": "srelu"},
+    ],
+)
+@pytest.mark.parametrize("recipe", [Float8BlockScaling(), Float8BlockScaling(fp8_format=Format.HYBRID)])
+def test_fused_casts_have_the_words_of_ops_one_by_one(
+    recipe: Float8BlockScaling, arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fused = step(layer_of(**arguments), recipe)
+    for name in ("activation", "grad", "joined_grad", "activation_grad"):
+        monkeypatch.setattr(InBlocks, name, getattr(Quantizer, name))
+    for a, b in zip(fused, step(layer_of(**arguments), recipe), strict=True):
+        assert_same_bits(a, b)
 
 
 def test_a_tokens_words_do_not_depend_on_the_batch() -> None:

@@ -85,12 +85,12 @@ def _casting(kind: str, x: torch.dtype, q: torch.dtype, backward: bool) -> launc
 
 _MORE = KINDS[len(RECORDED) :]
 # What the CPU suite compiles: of the kinds that differ from others in one function only, no fp32 and fp16 but of glu.
-_CHOICES = [*itertools.product(RECORDED, WIDE), *itertools.product(_MORE, [torch.bfloat16])]
-_CHOICES += [("glu", torch.float16), ("glu", torch.float32)]
+CHOICES = [*itertools.product(RECORDED, WIDE), *itertools.product(_MORE, [torch.bfloat16])]
+CHOICES += [("glu", torch.float16), ("glu", torch.float32)]
 CONFIGURATIONS = [
-    *(_plain("forward_kernel", *choice, vector).configuration for choice in _CHOICES for vector in (0, 1)),
-    *(_plain("forward_kernel", *choice, vector, True).configuration for choice in _CHOICES for vector in (0, 1)),
-    *(_casting(*x, *cast).configuration for x in _CHOICES for cast in itertools.product(FP8, (False, True))),
+    *(_plain("forward_kernel", *choice, vector).configuration for choice in CHOICES for vector in (0, 1)),
+    *(_plain("forward_kernel", *choice, vector, True).configuration for choice in CHOICES for vector in (0, 1)),
+    *(_casting(*x, *cast).configuration for x in CHOICES for cast in itertools.product(FP8, (False, True))),
 ]
 
 

@@ -22,6 +22,7 @@ _kernels = {
     )
     for x, q, square, transpose in itertools.product(WIDE, FP8, (False, True), (False, True))
 }
+THREADS = {x: BLOCK // 8 * BLOCK * x.itemsize // 16 for x in WIDE}  # of a tile
 CONFIGURATIONS = [one.configuration for one in _kernels.values()]
 
 
@@ -34,8 +35,8 @@ def _run(x: torch.Tensor, out: Two, out_t: Two | None, *blocks: *Blocks) -> None
     pointers = (x.data_ptr(), q.data_ptr(), pointer(q_t), scale_inv.data_ptr(), pointer(scale_inv_t))
     args = (*pointers, np.float32(epsilon), np.int32(DIALECTS.index(dialect)), np.int32(rows), np.int32(cols))
     kernel = _kernels[x.dtype, dtype, square, out_t is not None]
-    threads = BLOCK // 8 * BLOCK * x.element_size() // 16
-    launch.launch(kernel, tile_grid(blocks_of(cols), blocks_of(rows)), (threads,), args, device=x.device.index)
+    grid = tile_grid(blocks_of(cols), blocks_of(rows))
+    launch.launch(kernel, grid, (THREADS[x.dtype],), args, device=x.device.index)
 
 
 @on_cuda

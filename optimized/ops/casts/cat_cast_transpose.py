@@ -3,6 +3,7 @@ kernels/casts/dbias.cu. Semantics: `reference.ops.casts.cat_cast_transpose`.
 """
 
 import itertools
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -25,6 +26,17 @@ _kernels = {
 CONFIGURATIONS = [one.configuration for one in _kernels.values()]
 
 
+def parts(xs: Sequence[torch.Tensor], groups: int) -> launch.ByValue:
+    """`xs`, each `[rows, groups * width]`, as kernels/casts/parts.cuh reads them; to be kept until the launch."""
+    widths = [x.shape[1] // groups for x in xs]
+    found = np.zeros((), _PARTS)
+    found["part"]["first"] = _BEYOND
+    for i, x in enumerate(xs):
+        found["part"][i] = (x.data_ptr(), sum(widths[:i]), widths[i])
+    found["groups"], found["width"] = groups, sum(widths)
+    return launch.by_value(found)
+
+
 @on_cuda
 def cat_cast_transpose_dbias(
     xs: list[torch.Tensor],
@@ -37,15 +49,9 @@ def cat_cast_transpose_dbias(
     """xs -> (q `[rows, cols]`, q_t `[cols, ceil16(rows)]`, scale_inv fp32 `[1]`, dbias `[cols]` of xs's dtype)."""
     q, q_t, scale_inv, dbias = outputs(xs, groups, scale, amax_history, column, dtype)
     read = [aligned(x) for x in xs]  # kept until the launch
-    widths = [x.shape[1] // groups for x in read]
-    parts = np.zeros((), _PARTS)
-    parts["part"]["first"] = _BEYOND
-    for i, x in enumerate(read):
-        parts["part"][i] = (x.data_ptr(), sum(widths[:i]), widths[i])
-    parts["groups"], parts["width"] = groups, sum(widths)
     x = read[0]
     partial = new_partial(q)
-    inputs = (launch.by_value(parts), *scaling_pointers(scale, amax_history, column))
+    inputs = (parts(read, groups), *scaling_pointers(scale, amax_history, column))
     results = (q.data_ptr(), q_t.data_ptr(), scale_inv.data_ptr(), partial.data_ptr())
     args = (*inputs, *results, np.int32(q.shape[0]), np.int32(q.shape[1]))
     grid = tile_grid(*tiles(x, q.shape[1]))

@@ -44,6 +44,7 @@ DIALECTS = ("power_of_two", "fp32", "deep_gemm", "deep_gemm_ue8m0")
 
 Two = tuple[torch.Tensor, torch.Tensor]
 Four = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+Five = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 Blocks = tuple[torch.dtype, bool, str, float]
 """The last arguments of both ops: dtype, square, dialect, epsilon."""
 
@@ -75,10 +76,14 @@ def of_each(scales: torch.Tensor, rows: int, cols: int, square: bool) -> torch.T
 def check_blocks(op: str, x: torch.Tensor, dtype: torch.dtype, square: bool, dialect: str, epsilon: float) -> None:
     """Refuse what the casts in blocks do not accept; `op` names the caller in the error."""
     check_input(op, "x", x)
-    if x.shape[1] % 16:
+    check_cast_blocks(op, x.shape[1], dtype, dialect, epsilon)
+
+
+def check_cast_blocks(op: str, cols: int, dtype: torch.dtype, dialect: str, epsilon: float) -> None:
+    """The same for a matrix with `cols` columns that the op makes."""
+    if cols % 16:
         raise ValueError(
-            f"{op}: the columns of x must be a multiple of 16, which FP8 tensor cores need; "
-            f"got {x.shape[1]} (shape {tuple(x.shape)})."
+            f"{op}: what is cast must have a multiple of 16 columns, which FP8 tensor cores need; got {cols}."
         )
     if dtype not in (formats.E4M3.dtype, formats.E5M2.dtype):
         raise ValueError(f"{op}: dtype must be torch.float8_e4m3fn or torch.float8_e5m2; got {dtype}.")
@@ -86,6 +91,17 @@ def check_blocks(op: str, x: torch.Tensor, dtype: torch.dtype, square: bool, dia
         raise ValueError(f"{op}: dialect={dialect!r}; {', '.join(map(repr, DIALECTS))} are accepted.")
     if not 0 <= epsilon < float("inf"):
         raise ValueError(f"{op}: epsilon={epsilon!r}; a finite number from 0 on is accepted.")
+
+
+def new_four(x: torch.Tensor, cols: int, dtype: torch.dtype, square: bool) -> Four:
+    """Room for codes, transposed codes and both scales of `[rows of x, cols]`, on x's device."""
+    rows = x.shape[0]
+    return (
+        x.new_empty((rows, cols), dtype=dtype),
+        x.new_empty((cols, ceil16(rows)), dtype=dtype),
+        x.new_empty(scale_shape(rows, cols, square), dtype=torch.float32),
+        x.new_empty(scale_shape(cols, rows, square), dtype=torch.float32),
+    )
 
 
 def cleared(x: torch.Tensor) -> torch.Tensor:
@@ -151,13 +167,7 @@ def outputs(x: torch.Tensor, *blocks: *Blocks) -> Two:
 
 def transpose_outputs(x: torch.Tensor, *blocks: *Blocks) -> Four:
     check_blocks("twin::cast_blocks_transpose", x, *blocks)
-    (rows, cols), (dtype, square, *_) = x.shape, blocks
-    return (
-        x.new_empty(x.shape, dtype=dtype),
-        x.new_empty((cols, ceil16(rows)), dtype=dtype),
-        x.new_empty(scale_shape(rows, cols, square), dtype=torch.float32),
-        x.new_empty(scale_shape(cols, rows, square), dtype=torch.float32),
-    )
+    return new_four(x, x.shape[1], *blocks[:2])
 
 
 @define(outputs)

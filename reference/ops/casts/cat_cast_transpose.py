@@ -35,25 +35,31 @@ def side_by_side(xs: Sequence[torch.Tensor], groups: int) -> torch.Tensor:
     return torch.cat(wide, dim=2).view(-1).view(xs[0].dtype).view(rows, sum(x.shape[1] for x in xs))
 
 
-def outputs(xs: Sequence[torch.Tensor], groups: int, *scaling: *Scaling) -> Four:
+def check_parts(op: str, xs: Sequence[torch.Tensor], groups: int) -> int:
+    """Refuse matrices that do not go side by side; `op` names the caller in the error. Their columns together."""
     if not 1 <= len(xs) <= PARTS:
-        raise ValueError(f"{OP}: xs must be 1 to {PARTS} matrices; got {len(xs)}.")
+        raise ValueError(f"{op}: xs must be 1 to {PARTS} matrices; got {len(xs)}.")
     first = xs[0]
     for i, x in enumerate(xs):
-        check_input(OP, f"xs[{i}]", x)
+        check_input(op, f"xs[{i}]", x)
         # Vectors of 16 bytes must not reach from one part into the next.
         if x.shape[0] != first.shape[0] or groups < 1 or x.shape[1] % (8 * groups):
             raise ValueError(
-                f"{OP}: xs[{i}] must have {first.shape[0]} rows, as xs[0], and columns that are a multiple of "
+                f"{op}: xs[{i}] must have {first.shape[0]} rows, as xs[0], and columns that are a multiple of "
                 f"8 · groups, groups={groups} >= 1; got {list(x.shape)}."
             )
         if x.dtype != first.dtype or x.device != first.device:
-            raise ValueError(f"{OP}: xs[{i}] is {x.dtype} on {x.device}, xs[0] {first.dtype} on {first.device}.")
+            raise ValueError(f"{op}: xs[{i}] is {x.dtype} on {x.device}, xs[0] {first.dtype} on {first.device}.")
     cols = sum(x.shape[1] for x in xs)
     if cols % 16:
-        raise ValueError(f"{OP}: the columns of xs together must be a multiple of 16; got {cols}.")
-    check_scaling(OP, first, *scaling)
-    return *cast_outputs(first, cols, scaling[3]), first.new_empty(cols)
+        raise ValueError(f"{op}: the columns of xs together must be a multiple of 16; got {cols}.")
+    return cols
+
+
+def outputs(xs: Sequence[torch.Tensor], groups: int, *scaling: *Scaling) -> Four:
+    cols = check_parts(OP, xs, groups)
+    check_scaling(OP, xs[0], *scaling)
+    return *cast_outputs(xs[0], cols, scaling[3]), xs[0].new_empty(cols)
 
 
 @define(outputs, mutates=("amax_history",))

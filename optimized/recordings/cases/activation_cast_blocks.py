@@ -1,0 +1,60 @@
+"""Cases of `activation_cast_blocks_transpose` and of its backward."""
+
+from collections.abc import Iterator
+from functools import partial
+from itertools import product
+
+import torch
+
+from optimized.recordings.calls import BF16, E4M3, E5M2, FP32, Call, Calls, Inputs
+from optimized.recordings.case import FP8, WIDE, Case, Outputs, named, numbers, short
+from reference.ops.activations.activation import GATED, KINDS, RECORDED
+from reference.ops.casts.cast_blocks import DIALECTS
+
+twin = torch.ops.twin
+forward = twin.activation_cast_blocks_transpose
+backward = twin.activation_backward_cast_blocks_transpose_dbias
+
+
+def _casts(shape: tuple[int, int], dtype: torch.dtype, kind: str, device: torch.device) -> Outputs:
+    rows, width = shape
+    x = numbers((rows, 2 * width if kind in GATED else width), dtype, 121).to(device)
+    grad = numbers(shape, dtype, 122).to(device)
+    found: Outputs = {}
+    for target in FP8:
+        how, label = (target, "power_of_two", 0.0), short(target)
+        found |= named(f"q.{label} q_t.{label} s.{label} s_t.{label}", forward(x, kind, *how))
+        names = f"dq.{label} dq_t.{label} ds.{label} ds_t.{label} dbias.{label}"
+        found |= named(names, backward(grad, x, kind, *how))
+    return found
+
+
+def cases() -> Iterator[Case]:
+    for kind, dtype, shape in product(RECORDED, WIDE, ((1, 16), (300, 144))):
+        title = f"{short(dtype)} {'x'.join(map(str, shape))}"
+        yield Case(f"{kind} cast in blocks", title, partial(_casts, shape, dtype, kind), live=True)
+
+
+def _pair(
+    c: Inputs, kind: str, rows: int, cols: int, dtype: torch.dtype, q: torch.dtype, dialect: str, start: int = 0
+) -> Calls:
+    x = c.x(rows, cols * (2 if kind in GATED else 1), dtype=dtype, start=start, special=rows > 100)
+    yield Call(forward, (x, kind, q, dialect, 0.0))
+    yield Call(backward, (c.x(rows, cols, dtype=dtype), x, kind, q, dialect, 0.0))
+
+
+def calls(c: Inputs) -> Calls:
+    for kind, dtype in product(KINDS, WIDE):
+        for q in FP8 if kind in RECORDED else FP8[:1]:
+            yield from _pair(c, kind, 130, 144, dtype, q, "power_of_two")
+    for dialect in DIALECTS:
+        yield from _pair(c, "geglu", 9, 48, BF16, E4M3, dialect)
+    for kind, rows, cols, start in (("gelu", 0, 16, 0), ("gelu", 1, 16, 0), ("relu", 3, 16, 1), ("swiglu", 3, 1040, 1)):
+        yield from _pair(c, kind, rows, cols, BF16, E4M3, "power_of_two", start)
+    yield from _pair(c, "srelu", 128, 256, BF16, E5M2, "power_of_two")  # whole tiles
+    yield Call(backward, (c.x(3, 8), c.x(3, 16), "swiglu", E4M3, "power_of_two", 0.0))  # halves of half a tile's step
+
+
+def sized(c: Inputs, rows: int, cols: int) -> Calls:
+    for kind, dtype in product(("gelu", "swiglu"), (BF16, FP32)):
+        yield from _pair(c, kind, rows, cols, dtype, E4M3, "power_of_two")
