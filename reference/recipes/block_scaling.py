@@ -7,7 +7,8 @@
 
 There is no state between steps. The results of norms and activations are rounded to the activation dtype before they
 are cast, as under current scaling; an activation and its gradient are in no memory then
-(`reference.ops.activations.activation_cast_blocks`), nor are the gradients of q, k and v side by side. A token's scales are of that token alone, so its words do not depend on the batch.
+(`reference.ops.activations.activation_cast_blocks`), nor are the gradients of q, k and v side by side. A token's scales
+are of that token alone, so its words do not depend on the batch.
 
 Names, defaults and meaning are Transformer Engine's (`transformer_engine.common.recipe.Float8BlockScaling`).
 """

@@ -13,6 +13,7 @@ dx and dw of a `Linear`, recorded on an H200, agree in every bit.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch
 
 from reference.ops.library import twin
 from reference.recipes.base import Format, MMParams, QParams, Recipe, check_recipe
-from reference.recipes.quantized import Quantized, per_tensor
+from reference.recipes.quantized import Quantized, cast_together, per_tensor
 from reference.recipes.quantizer import Produced, Quantizer
 from reference.recipes.roles import Role
 
@@ -125,6 +126,12 @@ class Current(Quantizer):
     def quantize(self, x: torch.Tensor, transpose: bool) -> Quantized:
         return self._cast(x, self.scale(x), transpose)
 
+    def quantize_together(self, others: Sequence[Quantizer], xs: list[torch.Tensor]) -> list[Quantized]:
+        if not all(type(one) is Current and one.key == self.key for one in others):
+            return super().quantize_together(others, xs)
+        scales = twin.multi_current_scale(xs, False, *self.how)
+        return cast_together(xs, [scales] * len(xs), [], list(range(len(xs))), self.dtype)
+
     def activated(self, h: torch.Tensor, kind: str, transpose: bool) -> tuple[torch.Tensor, Quantized]:
         y, scale = twin.activation_scale(h, kind, *self.how)
         return y, self._cast(y, scale, transpose)
@@ -134,3 +141,12 @@ class Current(Quantizer):
             return self.quantize(g, transpose), None
         *cast, db = twin.cast_transpose_dbias(g, self.scale(g), None, 0, self.dtype)
         return per_tensor(*cast), db
+
+    def joined_grad(self, parts: list[torch.Tensor], groups: int, transpose: bool, dbias: bool) -> Produced:
+        if not (transpose or dbias):
+            return super().joined_grad(parts, groups, transpose, dbias)
+        # Without a bias, too: sums that nobody reads cost less than a copy of the parts.
+        parts = [part.contiguous() for part in parts]
+        scale = twin.multi_current_scale(parts, True, *self.how)
+        q, q_t, scale_inv, db = twin.cat_cast_transpose_dbias(parts, groups, scale, None, 0, self.dtype)
+        return per_tensor(q, q_t if transpose else None, scale_inv), db if dbias else None

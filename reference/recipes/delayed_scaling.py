@@ -10,10 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from reference.ops.casts.cast_transpose import cast_outputs
 from reference.ops.library import twin
 from reference.recipes.base import Format, Recipe, check_recipe
-from reference.recipes.quantized import PER_TENSOR, Operand, Quantized, gemm_bias, per_tensor
+from reference.recipes.quantized import PER_TENSOR, Operand, Quantized, cast_together, gemm_bias, per_tensor
 from reference.recipes.quantizer import ActivationPlan, NormPlan, Produced, Quantizer
 from reference.recipes.roles import Role
 
@@ -176,12 +175,8 @@ class Delayed(Quantizer):
         every: Any = (self, *others)
         if not all(type(one) is Delayed and one.dtype is self.dtype for one in others):
             return super().quantize_together(others, xs)
-        found = [cast_outputs(x, x.shape[1], self.dtype) for x in xs]
         histories = [one.meta.amax_history for one in every if one.meta.amax_history is not None]
-        codes, codes_t, scale_inv = map(list, zip(*found, strict=True))
-        columns = [one.column for one in every]
-        twin.multi_cast_transpose(xs, [one._scale() for one in every], histories, columns, codes, codes_t, scale_inv)
-        return [per_tensor(*one) for one in found]
+        return cast_together(xs, [one._scale() for one in every], histories, [one.column for one in every], self.dtype)
 
     def norm(
         self,

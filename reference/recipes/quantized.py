@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from reference.ops.casts.cast_transpose import cast_outputs
 from reference.ops.library import twin
 from reference.ops.random.dropout import state_or_none
 
@@ -71,6 +72,20 @@ def per_tensor(codes: torch.Tensor, codes_t: torch.Tensor | None, scale_inv: tor
     """FP8 codes with one scale, and their transpose if there is one."""
     column = None if codes_t is None else Operand(codes_t, scale_inv, PER_TENSOR)
     return Quantized(Operand(codes, scale_inv, PER_TENSOR), column)
+
+
+def cast_together(
+    xs: list[torch.Tensor],
+    scales: list[torch.Tensor],
+    amax_histories: list[torch.Tensor],
+    columns: list[int],
+    dtype: torch.dtype,
+) -> list[Quantized]:
+    """`twin::multi_cast_transpose`, whose arguments these are, into new tensors."""
+    found = [cast_outputs(x, x.shape[1], dtype) for x in xs]
+    codes, codes_t, scale_inv = map(list, zip(*found, strict=True))
+    twin.multi_cast_transpose(xs, scales, amax_histories, columns, codes, codes_t, scale_inv)
+    return [per_tensor(*one) for one in found]
 
 
 def rows_of(x: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """`Float8CurrentScaling`, written out by hand, on both devices; and recipes by layer."""
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -11,7 +12,10 @@ import optimized
 import reference as te
 from reference.numbers import formats
 from reference.ops.activations import activation
+from reference.ops.casts.cat_cast_transpose import side_by_side
 from reference.recipe import AUTOCAST, DelayedScaling, Float8CurrentScaling, Format, MMParams, QParams, by_layer
+from reference.recipes.current_scaling import Current
+from reference.recipes.quantized import Quantized
 
 CURRENT = Float8CurrentScaling()
 PLAIN, POWERS, LEAST = QParams(), QParams(power_2_scale=True), QParams(amax_epsilon=5.0)
@@ -123,6 +127,54 @@ def test_an_activations_amax_is_taken_before_it_is_rounded(kind: str, override: 
             same_bits(layer.fc1_bias.grad, twin.dbias(dh))
         else:
             same_bits(layer.fc2_weight.grad, twin.gemm(dy.t(), a.t(), None, BF16))
+
+
+def awkward(rows: int, cols: int, seed: int, special: float | None) -> torch.Tensor:
+    """bf16 numbers, one of them `special` where that is given."""
+    x = numbers(seed, rows, cols)
+    if special is not None and x.numel():
+        x[-1, -1] = special
+    return x
+
+
+def same_quantized(found: Quantized, expected: Quantized, same_bits) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            same_bits(one.codes, other.codes)
+            same_bits(one.scales, other.scales)
+
+
+SPECIAL = (None, 0.0, float("inf"), float("nan"), 1e-39)
+QUANTIZERS = (Current(E4M3, False, 0.0), Current(E5M2, True, 5.0))
+
+
+@pytest.mark.parametrize("special", SPECIAL)
+@pytest.mark.parametrize(("rows", "groups", "widths"), [(21, 1, (16, 8, 8)), (1, 3, (32, 16)), (0, 2, (8, 8))])
+@pytest.mark.parametrize("quantizer", QUANTIZERS)
+def test_parts_of_a_gradient_are_cast_as_the_matrix_they_make(
+    quantizer: Current, rows: int, groups: int, widths: tuple[int, ...], special: float | None, same_bits
+) -> None:
+    parts = [awkward(rows, groups * width, width + i, special) for i, width in enumerate(widths)]
+    whole = side_by_side(parts, groups)
+    for transpose, dbias in itertools.product((False, True), repeat=2):
+        found, db = quantizer.joined_grad(parts, groups, transpose, dbias)
+        expected, its_db = quantizer.grad(whole, transpose or dbias, dbias)
+        same_quantized(found, expected if transpose else expected._replace(column=None), same_bits)
+        assert (db is None) == (its_db is None)
+        if db is not None:
+            same_bits(db, its_db)
+
+
+@pytest.mark.parametrize("special", SPECIAL)
+@pytest.mark.parametrize("quantizer", QUANTIZERS)
+def test_weights_together_are_each_as_alone(quantizer: Current, special: float | None, same_bits) -> None:
+    xs = [awkward(rows, 32, rows, special if rows == 7 else None) for rows in (5, 7, 48)]
+    for found, x in zip(quantizer.quantize_together([quantizer] * 2, xs), xs, strict=True):
+        same_quantized(found, quantizer.quantize(x, True), same_bits)
+    other = Current(E4M3, True, 0.0)
+    for found, one, x in zip(quantizer.quantize_together([other], xs[1:]), (quantizer, other), xs[1:], strict=True):
+        same_quantized(found, one.quantize(x, True), same_bits)
 
 
 def test_a_checkpoint_of_a_layer_that_ran_in_it_loads() -> None:

@@ -27,6 +27,7 @@ KERNELS = (
     "cat_cast_blocks",
     "activation_cast_blocks",
     "current_scale",
+    "multi_current_scale",
     "gemm_fp8_blocks",
 )
 RECIPES = {"delayed": "DelayedScaling", "current": "Float8CurrentScaling", "block": "Float8BlockScaling"}

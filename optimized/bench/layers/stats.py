@@ -22,7 +22,7 @@ from optimized.bench.table import Table, table
 
 NAME = "stats"
 WHAT = "what collecting statistics costs a step"
-KERNELS = (*layer.KERNELS, "amax", "cast_stats", "current_scale")
+KERNELS = (*layer.KERNELS, "amax", "cast_stats", "current_scale", "multi_current_scale")
 EVERY = 100
 _BF16 = torch.bfloat16
 CASES = (

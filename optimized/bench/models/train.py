@@ -48,6 +48,7 @@ KERNELS = (
     "gemm_fp8_split_k",
     "grad_norm",
     "multi_cast_transpose",
+    "multi_current_scale",
     "norm",
     "norm_backward",
     "norm_cast_transpose",

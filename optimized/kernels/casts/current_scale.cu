@@ -1,9 +1,10 @@
 // current_scale: the scale of a tensor's own amax.
 //
 //     current_scale   partial[b] = max |x[i]| of what block b reads       NaN ignored, infinity counts
-//     total           scale = fp8_max / max(partial[0], partial[1], ..., epsilon)      exceptions: current_scale.cuh
+//     total           scale[s] = fp8_max / max(partial[s, 0], partial[s, 1], ..., epsilon)    exceptions: current_scale.cuh
 //
-// x [count] fp32, bf16 or fp16 (WIDE), any count, 16-byte aligned; partial [blocks] fp32. `total` is launched early.
+// x [count] fp32, bf16 or fp16 (WIDE), any count, 16-byte aligned; partial [scales, blocks] fp32. `total` is launched
+// early, a block for each scale.
 #include "common/current_scale.cuh"
 #include "amax_share.cuh"
 #include "ptx/grid.cuh"
@@ -23,9 +24,10 @@ extern "C" __global__ void __launch_bounds__(kTotalThreads)
     total(const float* __restrict__ partial, float* __restrict__ scale, int blocks, float fp8_max, float epsilon,
           int power_of_two) {
     wait_for_grid_before();
+    partial += static_cast<size_t>(blockIdx.x) * static_cast<unsigned>(blocks);
     float most = 0.0f;
 #pragma unroll 8
     for (int b = threadIdx.x; b < blocks; b += kTotalThreads) most = larger(most, partial[b]);
     most = largest_of_block<kTotalThreads / 32>(most);
-    if (threadIdx.x == 0) *scale = current_scale_of(most, fp8_max, epsilon, power_of_two);
+    if (threadIdx.x == 0) scale[blockIdx.x] = current_scale_of(most, fp8_max, epsilon, power_of_two);
 }

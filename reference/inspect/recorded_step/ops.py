@@ -41,6 +41,7 @@ RESULTS = {
     "cast_blocks_transpose": (*_CAST, "scale_inv_t"),
     "activation_scale": ("out", "scale"),
     "current_scale": ("scale",),
+    "multi_current_scale": ("scales",),
     "activation_cast_transpose": _CAST,
     "activation_backward_cast_transpose_dbias": (*_CAST, "dbias"),
     "norm": ("out", "mean", "rstd"),

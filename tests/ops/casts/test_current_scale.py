@@ -1,4 +1,4 @@
-"""`twin::current_scale`: the formula in NumPy's divisions, its exceptions, and refusals."""
+"""`twin::current_scale` and of several matrices: the formula in NumPy's divisions, its exceptions, and refusals."""
 
 import math
 from typing import Any
@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from shared import cast_values
 from shared.bits import assert_same_bits
 
 from reference.numbers import formats
@@ -72,6 +73,76 @@ def test_a_scale_that_is_no_number_of_fp32_is_its_largest() -> None:
     assert twin.current_scale(torch.full((1, 16), math.inf), E4M3, True, 448.0) == 1
 
 
+SPECIAL = (0.0, math.inf, math.nan, 1e-44, 1e-40)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=9),
+    st.sampled_from([BF16, FP16, FP32]),
+    st.sampled_from([E4M3, E5M2]),
+    st.booleans(),
+    st.sampled_from([0.0, 3.0]),
+    st.sampled_from([1.0, *SPECIAL]),
+    st.integers(0, 1 << 30),
+)
+def test_several_are_each_as_alone_or_as_the_matrix_they_make(
+    shapes: list[tuple[int, int]],
+    wide: torch.dtype,
+    dtype: torch.dtype,
+    power_of_two: bool,
+    epsilon: float,
+    factor: float,
+    seed: int,
+) -> None:
+    drawn = torch.Generator().manual_seed(seed)
+    xs = [(torch.randn(shape, generator=drawn) * 2.0 ** (3 * i)).to(wide) for i, shape in enumerate(shapes)]
+    xs[-1] = (xs[-1].float() * factor).to(wide)
+    how = (dtype, power_of_two, epsilon)
+    each = torch.cat([twin.current_scale(x, *how) for x in xs])
+    assert_same_bits(twin.multi_current_scale(xs, False, *how), each)
+    together = torch.cat([x.flatten() for x in xs])[None]
+    assert_same_bits(twin.multi_current_scale(xs, True, *how), twin.current_scale(together, *how))
+
+
+def test_several_by_opcheck() -> None:
+    for joined in (False, True):
+        torch.library.opcheck(
+            twin.multi_current_scale.default, ([torch.ones(2, 3), torch.ones(0, 5)], joined, E4M3, True, 0.1)
+        )
+
+
+@pytest.mark.gpu
+@pytest.mark.simulated
+@pytest.mark.parametrize("wide", [BF16, FP16, FP32])
+@pytest.mark.parametrize("joined", [False, True])
+def test_several_on_both_sides(joined: bool, wide: torch.dtype) -> None:
+    """Of sizes that differ, of nothing, of more than one launch takes, and off the 16-byte boundary."""
+    lists = [[cast_values.numbers(rows, 51, wide, rows) for rows in (1, 700, 0)]]
+    lists.append([torch.full((2, 16), factor, dtype=wide) for factor in (1.0, *SPECIAL)])
+    lists.append([torch.where(x.isfinite(), x, 0.0) for x in lists[0]])
+    for xs in lists:
+        for how in ((E4M3, False, 0.0), (E5M2, True, 1e-3)):
+            there = [torch.cat([x.new_zeros(1), x.flatten()]).cuda()[1:].view(x.shape) for x in xs]
+            expected = twin.multi_current_scale(xs, joined, *how)
+            assert_same_bits(twin.multi_current_scale([x.cuda() for x in xs], joined, *how), expected)
+            assert_same_bits(twin.multi_current_scale(there, joined, *how), expected)
+
+
+@pytest.mark.parametrize(
+    ("xs", "sentence"),
+    [
+        ([torch.zeros(2, 16), torch.zeros(16)], r"xs\[1\] must be 2-D, \[rows, cols\]; got shape \(16,\)"),
+        (
+            [torch.zeros(2, 16), torch.zeros(2, 16).half()],
+            r"xs\[1\] is torch.float16 on cpu, xs\[0\] torch.float32 on cpu",
+        ),
+    ],
+)
+def test_lists_that_are_refused(xs: list[torch.Tensor], sentence: str) -> None:
+    with pytest.raises(ValueError, match=f"^twin::multi_current_scale: {sentence}"):
+        twin.multi_current_scale(xs, True, E4M3, False, 0.0)
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -90,5 +161,7 @@ def test_refusals(arguments: dict[str, Any], sentence: str) -> None:
         twin.current_scale(*given.values())
     x, *rest = given.values()
     if "x" not in arguments:
+        with pytest.raises(ValueError, match=f"^twin::multi_current_scale: .*{sentence}"):
+            twin.multi_current_scale([x], False, *rest)
         with pytest.raises(ValueError, match=f"^twin::activation_scale: .*{sentence}"):
             twin.activation_scale(x, "gelu", *rest)
