@@ -17,8 +17,9 @@
 using namespace twin;
 
 constexpr bool kSums = BACKWARD && WIDE != 0;
-constexpr int kInputs = kHalves + BACKWARD;  // x, its second half where gated, grad
-constexpr int kAtOnce = kInputs == 1 ? kThreadRows : kThreadRows / 2;  // rows whose loads are in flight together
+constexpr int kAtOnce = 2;  // rows whose loads are in flight together
+// A multiprocessor's. The forwards of reglu and sreglu would spill with three.
+constexpr int kBlocks = kLanes == 4 ? 1 : !BACKWARD && (KIND == 5 || KIND == 7) ? 2 : 3;
 
 struct Activated {
     const wide_t *grad, *x;
@@ -62,7 +63,7 @@ struct Activated {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(kThreads, kLanes == 8 ? 2 : 1)
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
     activation_cast_blocks(const wide_t* __restrict__ grad, const wide_t* __restrict__ x, unsigned char* __restrict__ q,
                            unsigned char* __restrict__ q_t, float* __restrict__ scale_inv,
                            float* __restrict__ scale_inv_t, float* __restrict__ partial, float epsilon, int dialect,

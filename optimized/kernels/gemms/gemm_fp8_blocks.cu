@@ -7,7 +7,7 @@
 // tile. Blocks, warpgroups and stages are those of gemm_fp8.cu with split accumulation.
 //
 // Defines: A_FORMAT, B_FORMAT (E4M3 | E5M2), OUT (BF16 | FP16 | FP32), SQUARE_A, SQUARE_B, ACCUMULATE (0 | 1),
-// WARPGROUPS (1 | 2), BLOCK_N, NARROW, STAGES, RUN: as in gemm_fp8.cu.
+// WARPGROUPS (1 | 2 | 3), BLOCK_N, NARROW, STAGES, RUN: as in gemm_fp8.cu; three warpgroups where A has no square blocks.
 #include "gemm_fp8_blocks.cuh"
 
 using namespace twin;
@@ -52,7 +52,7 @@ extern "C" __global__ void __launch_bounds__(128 * (Config::kWarpgroups + 1), 1)
         epilogue.scale = 1.0f;
         consume<Gemm::kAcc>(mainloop, epilogue);
     };
-    run_block<Gemm::Map, 232, 40>(shared, maps.a, maps.b, producing, consuming, [&] {
+    run_block<Gemm::Map, Config::kWarpgroups == 3 ? 160 : 232, Config::kWarpgroups == 3 ? 32 : 40>(shared, maps.a, maps.b, producing, consuming, [&] {
         if (Config::kProducers > 1 && threadIdx.x / 32 % 4 < Config::kProducers && elect_one()) producing();
     });
 }

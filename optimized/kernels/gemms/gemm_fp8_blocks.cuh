@@ -72,9 +72,9 @@ struct Scaled {
     template <class Gemm>
     using Mainloop = SplitMainloop<Gemm>;
 
-    // A scale for each column takes registers.
+    // A scale for each column takes registers. Three warpgroups have one temporary.
     template <int kColumns>
-    static constexpr int kParts = kColumns > (kSquareB ? 128 : 96) ? 2 : 1;
+    static constexpr int kParts = kColumns > (kSquareB || kRows == 192 ? 128 : 96) ? 2 : 1;
 
     int k;                                    // the block of K to load next
     float loaded_rows[2], loaded_squares[2];  // of the thread's rows; of the tile's first 128 columns and of the next

@@ -179,8 +179,9 @@ struct SplitMainloop : Mainloop<typename Gemm::Map> {
     static constexpr int kAcc = Gemm::kAcc, kBlockM = Gemm::kBlockM, kBlockN = Gemm::kBlockN;
     static constexpr int kNarrow = Gemm::kNarrow, kStageBlocks = Gemm::kStageBlocks;
     static constexpr int kSplitParts =
-        Config::Promotion::template kParts<kBlockN>;        // of a tile's columns share one temporary
-    static constexpr bool kAlternating = kSplitParts == 1;  // a thread has registers for two temporaries
+        Config::Promotion::template kParts<kBlockN>;  // of a tile's columns share one temporary
+    // A thread has registers for two temporaries; each of three warpgroups has fewer.
+    static constexpr bool kAlternating = kSplitParts == 1 && Gemm::kWarpgroups < 3;
     using Mainloop<typename Gemm::Map>::ring;
     using Mainloop<typename Gemm::Map>::k_blocks;
     typename Gemm::Issue operands;

@@ -142,7 +142,7 @@ __device__ __forceinline__ void run_block(unsigned shared, const CUtensorMap& a_
     constexpr int kConsumers = 128 * Map::kWarpgroups;
     init_barriers<Map>(shared);
     if (threadIdx.x >= kConsumers) {
-        if constexpr (Map::kWarpgroups == 2) setmaxnreg_dec<kProducerRegisters>();
+        if constexpr (Map::kWarpgroups >= 2) setmaxnreg_dec<kProducerRegisters>();
         if (threadIdx.x >= kConsumers + 32) {
             assist();
         } else if (kElect ? elect_one() : threadIdx.x == kConsumers) {
@@ -151,7 +151,7 @@ __device__ __forceinline__ void run_block(unsigned shared, const CUtensorMap& a_
             produce();
         }
     } else {
-        if constexpr (Map::kWarpgroups == 2) setmaxnreg_inc<kConsumerRegisters>();
+        if constexpr (Map::kWarpgroups >= 2) setmaxnreg_inc<kConsumerRegisters>();
         consume();
     }
     end_together<Map::kCluster>();

@@ -23,7 +23,8 @@ _SQUARES = ((False, False), (False, True), (True, False))
 # from a sweep on an H200.
 COSTS: dict[Tile, tuple[Cost | None, Cost | None]] = {
     Tile(2, 256, 4, mixed=128): (Cost(1260, 5500), None),
-    Tile(2, 256, 4): (None, Cost(1480, 5500)),
+    Tile(2, 256, 4): (None, Cost(1550, 5500)),
+    Tile(3, 128, 5): (None, Cost(1135, 3000)),
     Tile(2, 192, 5): (None, Cost(1080, 5360)),
     Tile(2, 160, 6): (None, Cost(940, 4830)),
     Tile(2, 128, 6): (Cost(680, 2100), Cost(850, 2100)),
@@ -36,13 +37,15 @@ COSTS: dict[Tile, tuple[Cost | None, Cost | None]] = {
 }
 
 
-def costs(square: bool) -> tuple[tuple[Tile, Cost], ...]:
-    """The tiles that the kernel has, and what each costs, where b's blocks are `square` or of rows."""
-    found = ((tile, pair[0 if square else 1]) for tile, pair in COSTS.items())
-    return tuple((tile, cost) for tile, cost in found if cost is not None)
+def costs(squares: tuple[bool, bool]) -> tuple[tuple[Tile, Cost], ...]:
+    """The tiles that the kernel has, and what each costs, where the blocks of a and of b are square or of rows."""
+    a_square, b_square = squares
+    found = ((tile, pair[0 if b_square else 1]) for tile, pair in COSTS.items())
+    # 192 rows may lie in three squares of a.
+    return tuple((tile, cost) for tile, cost in found if cost is not None and not (a_square and tile.block_m > 128))
 
 
-_COSTS = costs(False), costs(True)
+_COSTS = {squares: costs(squares) for squares in _SQUARES}
 
 
 def beside_bytes(tile: Tile, squares: tuple[bool, bool]) -> int:
@@ -82,11 +85,11 @@ _E4M3, _E5M2 = FP8
 _EVERY_TILE = [
     (_E4M3, _E4M3, torch.bfloat16, squares, tile, n)
     for squares in _SQUARES
-    for tile, _ in costs(squares[1])
+    for tile, _ in costs(squares)
     for n in (16, 32)
 ]
 _EVERY_FORMAT = itertools.product([_E5M2], FP8, OUTPUTS, _SQUARES[:1], [Tile(2, 128, 6)], [32])
-_TILES = [tile for tile, _ in costs(False)]
+_TILES = [tile for tile, _ in costs((False, False))]
 _ADDING = itertools.product([_E4M3], [_E4M3], OUTPUTS, _SQUARES[:1], _TILES, (16, 32), [True])
 CONFIGURATIONS = [config(*case).listed for case in (*_EVERY_TILE, *_EVERY_FORMAT, *_ADDING)]
 
@@ -105,7 +108,7 @@ def gemm_fp8_blocks_tiled(
     add: bool = False,
     cut: int | None = None,
 ) -> torch.Tensor:
-    """`gemm_fp8_blocks` with a given tile, one of `costs(b_square)`.
+    """`gemm_fp8_blocks` with a given tile, one of `costs((a_square, b_square))`.
 
     The arguments are those that `gemm_fp8_blocks` accepts; `out`, `add` and `cut` are as in `gemm.gemm_tiled`.
     """
@@ -122,9 +125,9 @@ def gemm_fp8_blocks_tiled(
     return launch_tiles(one, a, b, tuple(scales), bias, out, cut)
 
 
-def _tile(a: torch.Tensor, b: torch.Tensor, b_square: bool) -> Tile:
+def _tile(a: torch.Tensor, b: torch.Tensor, squares: tuple[bool, bool]) -> Tile:
     sms = multiprocessors(a.device.index)
-    return cheapest_tile(a.shape[0], b.shape[0], a.shape[1], sms, _COSTS[b_square])
+    return cheapest_tile(a.shape[0], b.shape[0], a.shape[1], sms, _COSTS[squares])
 
 
 @on_cuda
@@ -141,7 +144,7 @@ def gemm_fp8_blocks(
     """a `[M, K]` and b `[N, K]` float8 with the scales of their blocks, bias `[N]` or None -> `[M, N]` of out_dtype."""
     out = outputs(a, b, a_scale_inv, b_scale_inv, a_square, b_square, bias, out_dtype)
     check_devices("gemm_fp8_blocks", a, b=b, a_scale_inv=a_scale_inv, b_scale_inv=b_scale_inv, bias=bias)
-    tile = _tile(a, b, b_square)
+    tile = _tile(a, b, (a_square, b_square))
     rest = (a, b, a_scale_inv, b_scale_inv, a_square, b_square, bias, out_dtype)
     return gemm_fp8_blocks_tiled(*rest, tile, out)
 
@@ -161,7 +164,7 @@ def gemm_fp8_blocks_accumulate(
     check_devices("gemm_fp8_blocks", a, b=b, a_scale_inv=a_scale_inv, b_scale_inv=b_scale_inv, out=out)
     rest = (a, b, a_scale_inv, b_scale_inv, a_square, b_square, None)
     if writable(out):
-        gemm_fp8_blocks_tiled(*rest, out.dtype, _tile(a, b, b_square), out, add=True)
+        gemm_fp8_blocks_tiled(*rest, out.dtype, _tile(a, b, (a_square, b_square)), out, add=True)
     else:
         tell_once("gemm_fp8_blocks_accumulate", UNWRITABLE)
         out.copy_(out.float() + gemm_fp8_blocks(*rest, torch.float32))

@@ -49,14 +49,14 @@ class Tile:
 
     def __post_init__(self) -> None:
         if (
-            self.warpgroups not in (1, 2)
+            self.warpgroups not in (1, 2, 3)
             or self.block_n not in (16, 32, 64, 96, 128, 160, 192, 224, 256)
             or self.stages < 2
             or self.cluster not in (1, 2)
             or (self.across and (self.cluster == 1 or self.narrow < self.block_n))
         ):
             raise ValueError(
-                f"{self}: a tile has 1 or 2 warpgroups, 16 columns or 32 to 256 in steps of 32, at least 2 stages and "
+                f"{self}: a tile has 1 to 3 warpgroups, 16 columns or 32 to 256 in steps of 32, at least 2 stages and "
                 f"clusters of 1 or 2, of which 2 with fewer than 256 columns may lie side by side."
             )
         if self.shared_bytes > 232448:

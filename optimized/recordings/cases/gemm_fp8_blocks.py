@@ -61,10 +61,10 @@ def operands(
 def calls(c: Inputs) -> Calls:
     # More than one tile and ragged in each direction. Rows of 8 and of 4 words.
     for squares, (m, n, k) in product(_SQUARES, ((264, 528, 272), (140, 736, 144))):
-        for tile, _ in costs(squares[1]):
+        for tile, _ in costs(squares):
             given = (*operands(c, m, n, k, squares), None, BF16)
             yield Call(twin.gemm_fp8_blocks, given, with_tile(gemm_fp8_blocks_tiled, tile))
-    for (tile, _), dtype in product(costs(False), WIDE):
+    for (tile, _), dtype in product(costs((False, False)), WIDE):
         given = (*operands(c, 264, 272, 592, (False, False)), c.x(264, 272, dtype=dtype))
         yield Call(twin.gemm_fp8_blocks_accumulate, given, adding(gemm_fp8_blocks_tiled, tile))
     biased = product([E4M3], [E4M3], WIDE, WIDE)

@@ -28,7 +28,7 @@ def test_tiles_fit_a_multiprocessor() -> None:
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
-        (lambda: Tile(3, 128, 4), "a tile has 1 or 2 warpgroups"),
+        (lambda: Tile(4, 128, 4), "a tile has 1 to 3 warpgroups"),
         (lambda: Tile(2, 144, 4), "16 columns or 32 to 256 in steps of 32"),
         (lambda: Tile(2, 256, 4, 3), "clusters of 1 or 2"),
         (lambda: Tile(2, 256, 4, 2, across=True), "2 with fewer than 256 columns may lie side by side"),
