@@ -18,9 +18,11 @@ from optimized.ops.casts.dbias import add_blocks, new_partial
 from reference.numbers.elementary import alpha_log2e
 from reference.ops.activations.activation import (
     CLAMPED,
+    GRADIENT_IS_ROUNDED,
     KINDS,
     RECORDED,
     activation_backward_outputs,
+    activation_backward_scale_outputs,
     activation_outputs,
     activation_scale_outputs,
     backward_cast_outputs,
@@ -46,6 +48,11 @@ _TILE_BYTES = _TILE_ROWS * _ROW_BYTES + 4 * 64
 # Percent of a multiprocessor's 228 KB: 164 KB of shared memory. What is read passes through L1, and 60 KB would starve
 # it.
 _CARVEOUT = 70
+# The macros of kernels/activations/activation.cu that say whether an amax is of fp32 or of rounded numbers.
+_AMAX: dict[str, dict[str, int]] = {
+    "forward_kernel": {"AMAX": 1},
+    "backward_kernel": {"BACKWARD": 1, "AMAX": 2 if GRADIENT_IS_ROUNDED else 1},
+}
 _BLOCKS = {
     1: 6,
     2: 4,
@@ -72,7 +79,7 @@ def macros(kind: str) -> dict[str, int | str]:
 
 @cache
 def _plain(name: str, kind: str, x: torch.dtype, vector: int, amax: bool = False) -> launch.Kernel:
-    more = {"AMAX": 1} if amax else {}
+    more = _AMAX[name] if amax else {}
     return launch.function("activation", name, {**macros(kind), "WIDE": WIDE[x], "VECTOR": vector, **more})
 
 
@@ -89,7 +96,7 @@ _CHOICES = [*itertools.product(RECORDED, WIDE), *itertools.product(_MORE, [torch
 _CHOICES += [("glu", torch.float16), ("glu", torch.float32)]
 CONFIGURATIONS = [
     *(_plain("forward_kernel", *choice, vector).configuration for choice in _CHOICES for vector in (0, 1)),
-    *(_plain("forward_kernel", *choice, vector, True).configuration for choice in _CHOICES for vector in (0, 1)),
+    *(_plain(name, *choice, vector, True).configuration for name in _AMAX for choice in _CHOICES for vector in (0, 1)),
     *(_casting(*x, *cast).configuration for x in _CHOICES for cast in itertools.product(FP8, (False, True))),
 ]
 
@@ -112,6 +119,20 @@ def _run(name: str, kind: str, tensors: tuple[torch.Tensor, ...], rows: int, col
     launch.launch(_plain(name, kind, out.dtype, vector), (blocks,), (_THREADS,), args, device=out.device.index)
 
 
+def _run_with_scale(
+    name: str, kind: str, tensors: tuple[torch.Tensor, ...], y: torch.Tensor, scale: torch.Tensor, *how: *Scale
+) -> None:
+    """The same, and `scale` `[1]` of the output's amax; y, or its gradient, has the shape."""
+    rows, cols = y.shape
+    vector, blocks = _shape(tensors, rows, cols)
+    partial = scale.new_empty(blocks)
+    if blocks:
+        args = (*(tensor.data_ptr() for tensor in tensors), np.int32(rows), np.int32(cols), partial.data_ptr())
+        kernel = _plain(name, kind, tensors[-1].dtype, vector, True)
+        launch.launch(kernel, (blocks,), (_THREADS,), args, device=scale.device.index)
+    total(partial, scale, *how)
+
+
 @on_cuda
 def activation(x: torch.Tensor, kind: str) -> torch.Tensor:
     """`x` `[rows, n]` -> y `[rows, m]` of x's dtype: fp32, bf16 or fp16."""
@@ -124,14 +145,7 @@ def activation(x: torch.Tensor, kind: str) -> torch.Tensor:
 def activation_scale(x: torch.Tensor, kind: str, *how: *Scale) -> tuple[torch.Tensor, torch.Tensor]:
     """`x` `[rows, n]` -> (y `[rows, m]` of x's dtype, the scale for a cast of it to `dtype`, fp32 `[1]`)."""
     y, scale = activation_scale_outputs(x, kind, *how)
-    rows, cols = y.shape
-    vector, blocks = _shape((x, y), rows, cols)
-    partial = scale.new_empty(blocks)
-    if blocks:
-        args = (x.data_ptr(), y.data_ptr(), np.int32(rows), np.int32(cols), partial.data_ptr())
-        kernel = _plain("forward_kernel", kind, x.dtype, vector, True)
-        launch.launch(kernel, (blocks,), (_THREADS,), args, device=x.device.index)
-    total(partial, scale, *how)
+    _run_with_scale("forward_kernel", kind, (x, y), y, scale, *how)
     return y, scale
 
 
@@ -141,6 +155,16 @@ def activation_backward(grad: torch.Tensor, x: torch.Tensor, kind: str) -> torch
     dx = activation_backward_outputs(grad, x, kind)
     _run("backward_kernel", kind, (grad, x, dx), *grad.shape)
     return dx
+
+
+@on_cuda
+def activation_backward_scale(
+    grad: torch.Tensor, x: torch.Tensor, kind: str, *how: *Scale
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`grad` `[rows, m]`, `x` `[rows, n]` -> (dx `[rows, n]` of x's dtype, the scale for a cast of it, fp32 `[1]`)."""
+    dx, scale = activation_backward_scale_outputs(grad, x, kind, *how)
+    _run_with_scale("backward_kernel", kind, (grad, x, dx), grad, scale, *how)
+    return dx, scale
 
 
 def run_cast(

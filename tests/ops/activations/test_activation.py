@@ -312,6 +312,19 @@ def test_the_scale_is_that_of_the_numbers_before_they_are_rounded(kind: str, dty
         assert_same_bits(scale, twin.current_scale(fp32_forward(x, kind), *how))
 
 
+@pytest.mark.parametrize("dtype", formats.WIDE_DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_scale_of_a_gradient_is_that_of_the_rounded_numbers(kind: str, dtype: torch.dtype) -> None:
+    """Or that of the fp32 numbers: `GRADIENT_IS_ROUNDED` says which."""
+    for rows, how in ((37, (E5M2, False, 0.0)), (5, (E4M3, True, 1e-3)), (0, (E4M3, False, 2.0))):
+        x, grad = numbers(rows, 48, dtype, rows, 4.0), numbers(rows, activation.width(kind, 48), dtype, rows + 1)
+        dx, scale = twin.activation_backward_scale(grad, x, kind, *how)
+        expected = twin.activation_backward(grad, x, kind)
+        assert_same_bits(dx, expected)
+        wide = expected if activation.GRADIENT_IS_ROUNDED else fp32_backward(grad, x, kind)
+        assert_same_bits(scale, twin.current_scale(wide, *how))
+
+
 def test_opcheck() -> None:
     state = (torch.ones(2), torch.zeros(3, 2), 1, E4M3)
     for kind, rows, dtype in (("swiglu", 0, torch.float32), ("gelu", 7, torch.bfloat16), ("swiglu", 32, torch.float16)):
@@ -319,6 +332,7 @@ def test_opcheck() -> None:
         torch.library.opcheck(twin.activation.default, (x, kind))
         torch.library.opcheck(twin.activation_scale.default, (x, kind, E4M3, True, 1e-3))
         torch.library.opcheck(twin.activation_backward.default, (grad, x, kind))
+        torch.library.opcheck(twin.activation_backward_scale.default, (grad, x, kind, E5M2, True, 1e-3))
         torch.library.opcheck(twin.activation_cast_transpose.default, (x, kind, *state))
         torch.library.opcheck(twin.activation_backward_cast_transpose_dbias.default, (grad, x, kind, *state))
 
@@ -340,9 +354,15 @@ class TestRefusals:
         ):
             self.refused(op, (x, kind, *more), sentence)
 
-    @pytest.mark.parametrize("op", ["activation_backward", "activation_backward_cast_transpose_dbias"])
-    def test_backward(self, op: str) -> None:
-        more = (torch.ones(3), None, 1, E4M3) if op.endswith("dbias") else ()
+    @pytest.mark.parametrize(
+        ("op", "more"),
+        [
+            ("activation_backward", ()),
+            ("activation_backward_scale", (E5M2, False, 0.0)),
+            ("activation_backward_cast_transpose_dbias", (torch.ones(3), None, 1, E4M3)),
+        ],
+    )
+    def test_backward(self, op: str, more: tuple[object, ...]) -> None:
         x = torch.zeros(4, 32)
         for grad, kind, sentence in (
             (torch.zeros(4, 32), "mish", "kind must be one of"),
@@ -406,16 +426,23 @@ def compare_plain(grad: torch.Tensor, x: torch.Tensor, kind: str) -> None:
     assert_same_bits(twin.activation(x.cuda(), kind), expected[0], f"y {where}")
     poison(x.numel() * x.element_size())
     assert_same_bits(twin.activation_backward(grad.cuda(), x.cuda(), kind), expected[1], f"dx {where}")
-    compare_scales(x, kind)
+    compare_scales(grad, x, kind)
 
 
-def compare_scales(x: torch.Tensor, kind: str) -> None:
-    """y with its scale on both sides; also of numbers without infinities, whose scale is not 1."""
-    for one in (x, torch.where(x.isfinite(), x, 0.0)):
+def compare_scales(grad: torch.Tensor, x: torch.Tensor, kind: str) -> None:
+    """y and dx with their scales on both sides; also of numbers without infinities, whose scale is not 1."""
+    for pair in ((grad, x), [torch.where(one.isfinite(), one, 0.0) for one in (grad, x)]):
+        there = [one.cuda() for one in pair]
         for how in ((FP8[0], False, 0.0), (FP8[1], True, 1e-3)):
             poison(x.numel() * x.element_size())
-            found, expected = twin.activation_scale(one.cuda(), kind, *how), twin.activation_scale(one, kind, *how)
-            for name, a, b in zip(("y", "scale"), found, expected, strict=True):
+            found = twin.activation_scale(there[1], kind, *how), twin.activation_backward_scale(*there, kind, *how)
+            expected = (
+                twin.activation_scale(pair[1], kind, *how),
+                twin.activation_backward_scale(*pair, kind, *how),
+            )
+            for name, a, b in zip(
+                ("y", "y's scale", "dx", "dx's scale"), sum(found, ()), sum(expected, ()), strict=True
+            ):
                 assert_same_bits(a, b, f"{name} of {kind}, {x.dtype} {list(x.shape)}")
 
 
@@ -472,7 +499,7 @@ def test_any_number_of_columns(kind: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("kind", ["gelu", "swiglu", TIGHT])
 def test_the_scale_of_any_shape(kind: str, dtype: torch.dtype) -> None:
     for seed, (rows, cols) in enumerate(itertools.product((0, 1, 5), (0, 3, 16, 513))):
-        compare_scales(case(rows, cols, kind, dtype, seed)[1], kind)
+        compare_scales(*case(rows, cols, kind, dtype, seed), kind)
 
 
 @pytest.mark.gpu
@@ -567,6 +594,7 @@ def test_two_runs_two_streams_and_a_graph_give_the_same_bits() -> None:
             twin.activation(x, "geglu"),
             *twin.activation_scale(x, "geglu", FP8[0], False, 0.0),
             twin.activation_backward(grad, x, "geglu"),
+            *twin.activation_backward_scale(grad, x, "geglu", FP8[1], False, 0.0),
             *twin.activation_cast_transpose(x, "geglu", *state),
             *twin.activation_backward_cast_transpose_dbias(grad, x, "geglu", *state),
         ]
