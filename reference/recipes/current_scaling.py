@@ -21,7 +21,7 @@ import torch
 
 from reference.ops.library import twin
 from reference.recipes.base import Format, MMParams, QParams, Recipe, check_recipe
-from reference.recipes.quantized import Operand, Quantized, cast_together, dgrad, per_tensor
+from reference.recipes.quantized import Operand, Quantized, cast_together, dgrad, fprop, per_tensor
 from reference.recipes.quantizer import ActivationPlan, Produced, Quantizer
 from reference.recipes.roles import Role
 
@@ -131,6 +131,14 @@ class Current(Quantizer):
             return super().quantize_together(others, xs)
         scales = twin.multi_current_scale(xs, False, *self.how)
         return cast_together(xs, [scales] * len(xs), [], list(range(len(xs))), self.dtype)
+
+    def activation(
+        self, x: Quantized, w: Quantized, bias: torch.Tensor | None, plan: ActivationPlan, transpose: bool
+    ) -> tuple[torch.Tensor, Quantized]:
+        if not transpose:
+            return super().activation(x, w, bias, plan, transpose)
+        h = fprop(x, w, bias, plan.dtype, plan.how)
+        return h, per_tensor(*twin.activation_scale_cast_transpose(h, plan.kind, *self.how))
 
     def activated(self, h: torch.Tensor, kind: str, transpose: bool) -> tuple[torch.Tensor, Quantized]:
         y, scale = twin.activation_scale(h, kind, *self.how)

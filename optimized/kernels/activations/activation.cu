@@ -4,7 +4,7 @@
 //     backward   grad [rows, m], x [rows, n] -> dx [rows, n]
 //     partial[b] = max |y| or max |dx| of block b    AMAX: 1 before the rounding, 2 of the rounded numbers
 //
-// With AMAX there is one of the two kernels, with BACKWARD the second.
+// With AMAX there is one of the two kernels, with BACKWARD the second. AMAX_ALONE: y is not written.
 //
 // n = 2 m where gated (x1 = x[:, :m], x2 = x[:, m:]), else n = m; the arithmetic is that of activation.cuh. x is
 // fp32, bf16 or fp16 (WIDE). VECTOR 1: a thread takes 16 bytes of a row, for which m * sizeof(x) is a multiple of 16
@@ -102,7 +102,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
                 amax = larger(amax, out[i]);
 #endif
             }
+#ifndef AMAX_ALONE
             store(y + (at.row + r) * m + at.col, out);
+#endif
         }
     }
 #ifdef AMAX

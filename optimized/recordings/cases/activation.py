@@ -44,6 +44,7 @@ def _activation_scale(shape: tuple[int, int], dtype: torch.dtype, kind: str, dev
     grad = numbers(shape, dtype, 124).to(device)
     return {
         **named("y scale", twin.activation_scale(x, kind, E4M3, False, 0.0)),
+        **named("q q_t scale_inv", twin.activation_scale_cast_transpose(x, kind, E4M3, False, 0.0)),
         **named("dx dscale", twin.activation_backward_scale(grad, x, kind, E5M2, False, 0.0)),
     }
 
@@ -83,6 +84,7 @@ def _plain(c: Inputs, kind: str, rows: int, cols: int, dtype: torch.dtype = BF16
 def _casts(c: Inputs, kind: str, rows: int, cols: int, dtype: torch.dtype, q: torch.dtype, start: int = 0) -> Calls:
     grad, x = _pair(c, kind, rows, cols, dtype, start)
     yield Call(twin.activation_cast_transpose, (x, kind, *c.state(), 1, q))
+    yield Call(twin.activation_scale_cast_transpose, (x, kind, q, False, 0.0))
     yield Call(twin.activation_backward_cast_transpose_dbias, (grad, x, kind, *c.state(step=2), 2, q))
 
 

@@ -29,6 +29,8 @@ grad, x and x2 are widened to fp32 exactly; each multiplication above rounds onc
     activation, activation_backward             y, dx: one rounding to x's dtype
     activation_scale                            y, and `twin::current_scale` of the fp32 y, not of the rounded one
     activation_backward_scale                   dx, and `twin::current_scale` of it, rounded (`GRADIENT_IS_ROUNDED`)
+    activation_scale_cast_transpose             q, q_t, scale_inv: `twin::cast_transpose` of the rounded y, with the
+                                                scale that activation_scale gives
     activation_cast_transpose                   q, q_t, scale_inv, amax: `twin::cast_transpose` of the fp32 y
     activation_backward_cast_transpose_dbias    the same of the fp32 dx; dbias: its column sums in the order of
                                                 `twin::dbias`, one rounding to x's dtype
@@ -218,6 +220,13 @@ def activation_backward_scale_outputs(
 
 def forward_outputs(op: str, x: torch.Tensor, kind: str, *scaling: *Scaling) -> Three:
     """Check the arguments of `activation_cast_transpose` and allocate (q, q_t, scale_inv)."""
+    columns = _columns_of_codes(op, x, kind)
+    check_cast(op, x, *scaling)
+    return cast_outputs(x, columns, scaling[3])
+
+
+def _columns_of_codes(op: str, x: torch.Tensor, kind: str) -> int:
+    """The number of y's columns, after a check of x and kind and of that number."""
     check_activation(op, x, kind)
     columns = width(kind, x.shape[1])
     if columns % 16:
@@ -225,8 +234,14 @@ def forward_outputs(op: str, x: torch.Tensor, kind: str, *scaling: *Scaling) -> 
             f"{op}: the columns of the activation must be a multiple of 16, which FP8 tensor cores need; "
             f"got {columns} (kind {kind!r}, x of shape {tuple(x.shape)})."
         )
-    check_cast(op, x, *scaling)
-    return cast_outputs(x, columns, scaling[3])
+    return columns
+
+
+def activation_scale_cast_outputs(x: torch.Tensor, kind: str, *scale: *Scale) -> Three:
+    op = "twin::activation_scale_cast_transpose"
+    columns = _columns_of_codes(op, x, kind)
+    check_scale(op, *scale)
+    return cast_outputs(x, columns, scale[0])
 
 
 forward_cast_outputs = functools.partial(forward_outputs, "twin::activation_cast_transpose")
@@ -283,6 +298,18 @@ def activation_scale(
     wide = _forward(x, kind, torch.empty(y.shape, dtype=torch.float32, device="cpu"))
     scale.copy_(scale_of(formats.amax(wide), dtype, power_of_two, epsilon))
     return y.copy_(wide), scale
+
+
+@define(activation_scale_cast_outputs)
+def activation_scale_cast_transpose(
+    x: torch.Tensor, kind: str, dtype: torch.dtype, power_of_two: bool, epsilon: float
+) -> Three:
+    """`x` `[rows, n]` -> (q `[rows, m]`, q_t `[m, ceil16(rows)]` of `dtype`, scale_inv fp32 `[1]`)."""
+    q, q_t, scale_inv = activation_scale_cast_outputs(x, kind, dtype, power_of_two, epsilon)
+    y, scale = activation_scale(x, kind, dtype, power_of_two, epsilon)
+    cast_rows(y, scale, None, 0, q, scale_inv)
+    transpose_codes(q, q_t)
+    return q, q_t, scale_inv
 
 
 @define(activation_backward_outputs)
