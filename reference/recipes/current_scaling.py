@@ -21,8 +21,8 @@ import torch
 
 from reference.ops.library import twin
 from reference.recipes.base import Format, MMParams, QParams, Recipe, check_recipe
-from reference.recipes.quantized import Quantized, cast_together, per_tensor
-from reference.recipes.quantizer import Produced, Quantizer
+from reference.recipes.quantized import Operand, Quantized, cast_together, dgrad, fprop, per_tensor
+from reference.recipes.quantizer import ActivationPlan, Produced, Quantizer
 from reference.recipes.roles import Role
 
 _FAST, _SPLIT = MMParams(use_split_accumulator=False), MMParams()
@@ -132,15 +132,33 @@ class Current(Quantizer):
         scales = twin.multi_current_scale(xs, False, *self.how)
         return cast_together(xs, [scales] * len(xs), [], list(range(len(xs))), self.dtype)
 
+    def activation(
+        self, x: Quantized, w: Quantized, bias: torch.Tensor | None, plan: ActivationPlan, transpose: bool
+    ) -> tuple[torch.Tensor, Quantized]:
+        if not transpose:
+            return super().activation(x, w, bias, plan, transpose)
+        h = fprop(x, w, bias, plan.dtype, plan.how)
+        return h, per_tensor(*twin.activation_scale_cast_transpose(h, plan.kind, *self.how))
+
     def activated(self, h: torch.Tensor, kind: str, transpose: bool) -> tuple[torch.Tensor, Quantized]:
         y, scale = twin.activation_scale(h, kind, *self.how)
         return y, self._cast(y, scale, transpose)
 
     def grad(self, g: torch.Tensor, transpose: bool, dbias: bool) -> Produced:
+        return self._cast_grad(g, self.scale(g), transpose, dbias)
+
+    def _cast_grad(self, g: torch.Tensor, scale: torch.Tensor, transpose: bool, dbias: bool) -> Produced:
         if not dbias:
-            return self.quantize(g, transpose), None
-        *cast, db = twin.cast_transpose_dbias(g, self.scale(g), None, 0, self.dtype)
+            return self._cast(g, scale, transpose), None
+        *cast, db = twin.cast_transpose_dbias(g, scale, None, 0, self.dtype)
         return per_tensor(*cast), db
+
+    def activation_grad(
+        self, g: Quantized, w: Operand, h: torch.Tensor, plan: ActivationPlan, transpose: bool, dbias: bool
+    ) -> Produced:
+        dy = dgrad(g, w, plan.dtype, plan.how)
+        dh, scale = twin.activation_backward_scale(dy, h, plan.kind, *self.how)
+        return self._cast_grad(dh, scale, transpose, dbias)
 
     def joined_grad(self, parts: list[torch.Tensor], groups: int, transpose: bool, dbias: bool) -> Produced:
         if not (transpose or dbias):

@@ -15,7 +15,8 @@ from reference.ops.activations import activation
 from reference.ops.casts.cat_cast_transpose import side_by_side
 from reference.recipe import AUTOCAST, DelayedScaling, Float8CurrentScaling, Format, MMParams, QParams, by_layer
 from reference.recipes.current_scaling import Current
-from reference.recipes.quantized import Quantized
+from reference.recipes.quantized import Accumulation, Quantized, dgrad
+from reference.recipes.quantizer import ActivationPlan
 
 CURRENT = Float8CurrentScaling()
 PLAIN, POWERS, LEAST = QParams(), QParams(power_2_scale=True), QParams(amax_epsilon=5.0)
@@ -175,6 +176,28 @@ def test_weights_together_are_each_as_alone(quantizer: Current, special: float |
     other = Current(E4M3, True, 0.0)
     for found, one, x in zip(quantizer.quantize_together([other], xs[1:]), (quantizer, other), xs[1:], strict=True):
         same_quantized(found, one.quantize(x, True), same_bits)
+
+
+@pytest.mark.parametrize("special", SPECIAL)
+@pytest.mark.parametrize("kind", ["gelu", "swiglu"])
+@pytest.mark.parametrize("quantizer", QUANTIZERS)
+def test_an_activations_gradient_is_cast_as_one_that_was_made_before(
+    quantizer: Current, kind: str, special: float | None, same_bits
+) -> None:
+    g, w = (
+        quantizer.quantize(awkward(21, 32, 1, special), True),
+        Current(E4M3, False, 0.0).quantize(numbers(2, 32, 48), True),
+    )
+    h = awkward(21, 96 if kind == "swiglu" else 48, 3, special)
+    plan = ActivationPlan(kind, BF16, Accumulation())
+    for transpose, dbias in itertools.product((False, True), repeat=2):
+        found, db = quantizer.activation_grad(g, w.column, h, plan, transpose, dbias)
+        dh = twin.activation_backward(dgrad(g, w.column, BF16, plan.how), h, kind)
+        expected, its_db = quantizer.grad(dh, transpose, dbias)
+        same_quantized(found, expected, same_bits)
+        assert (db is None) == (its_db is None)
+        if db is not None:
+            same_bits(db, its_db)
 
 
 def test_a_checkpoint_of_a_layer_that_ran_in_it_loads() -> None:

@@ -1,7 +1,10 @@
 // activation: y = act(x) or act(x1) * x2, and its backward, each rounded once to the type of x.
 //
-//     forward    x [rows, n] -> y [rows, m]; with AMAX also partial[b] = max |y| of block b, before the rounding
+//     forward    x [rows, n] -> y [rows, m]
 //     backward   grad [rows, m], x [rows, n] -> dx [rows, n]
+//     partial[b] = max |y| or max |dx| of block b    AMAX: 1 before the rounding, 2 of the rounded numbers
+//
+// With AMAX there is one of the two kernels, with BACKWARD the second. AMAX_ALONE: y is not written.
 //
 // n = 2 m where gated (x1 = x[:, :m], x2 = x[:, m:]), else n = m; the arithmetic is that of activation.cuh. x is
 // fp32, bf16 or fp16 (WIDE). VECTOR 1: a thread takes 16 bytes of a row, for which m * sizeof(x) is a multiple of 16
@@ -56,6 +59,15 @@ __device__ __forceinline__ Place place(int cols) {
             (tile_col * kThreads + static_cast<int>(threadIdx.x)) * kColumns};
 }
 
+#ifdef AMAX
+// A block's part of the amax. Rounding keeps the order of numbers: the amax of rounded ones is the amax, rounded.
+__device__ __forceinline__ void leave_amax(float amax, float* partial) {
+    amax = largest_of_block<kThreads / 32>(AMAX == 2 ? widen(narrow(amax)) : amax);
+    if (threadIdx.x == 0) partial[blockIdx.x] = amax;
+}
+#endif
+
+#if !BACKWARD
 extern "C" __global__ void __launch_bounds__(kThreads)
 #ifdef AMAX
     forward_kernel(const wide_t* __restrict__ x, wide_t* __restrict__ y, int rows, int cols,
@@ -90,21 +102,32 @@ extern "C" __global__ void __launch_bounds__(kThreads)
                 amax = larger(amax, out[i]);
 #endif
             }
+#ifndef AMAX_ALONE
             store(y + (at.row + r) * m + at.col, out);
+#endif
         }
     }
 #ifdef AMAX
-    amax = largest_of_block<kThreads / 32>(amax);
-    if (threadIdx.x == 0) partial[blockIdx.x] = amax;
+    leave_amax(amax, partial);
 #endif
 }
+#endif
 
-#ifndef AMAX
+#if BACKWARD || !defined(AMAX)
 extern "C" __global__ void __launch_bounds__(kThreads)
+#ifdef AMAX
+    backward_kernel(const wide_t* __restrict__ grad, const wide_t* __restrict__ x, wide_t* __restrict__ dx, int rows,
+                    int cols, float* __restrict__ partial) {
+    let_next_grid_start();  // `total` of casts/current_scale.cu
+    const Place at = place(cols);
+    if (at.col >= cols) rows = 0;
+    float amax = 0.0f;
+#else
     backward_kernel(const wide_t* __restrict__ grad, const wide_t* __restrict__ x, wide_t* __restrict__ dx, int rows,
                     int cols) {
     const Place at = place(cols);
     if (at.col >= cols) return;
+#endif
     const size_t m = cols, n = kHalves * m, first = at.row * n + at.col;
     Loaded g[kRows] = {}, x1[kRows] = {}, x2[kRows] = {};
 #pragma unroll
@@ -124,11 +147,19 @@ extern "C" __global__ void __launch_bounds__(kThreads)
                 float d[kHalves];
                 backward(element(g[r], i), element(x1[r], i), element(x2[r], i), d);
 #pragma unroll
-                for (int h = 0; h < kHalves; h++) out[h][i] = d[h];
+                for (int h = 0; h < kHalves; h++) {
+                    out[h][i] = d[h];
+#ifdef AMAX
+                    amax = larger(amax, d[h]);
+#endif
+                }
             }
 #pragma unroll
             for (int h = 0; h < kHalves; h++) store(dx + first + r * n + h * m, out[h]);
         }
     }
+#ifdef AMAX
+    leave_amax(amax, partial);
+#endif
 }
 #endif

@@ -1,5 +1,6 @@
 // activation_cast_transpose: an activation (BACKWARD 0) or its backward (BACKWARD 1), cast to FP8 from fp32, with the
-// transposed copy and the amax; backward also sums blocks of rows of dx.
+// transposed copy and the amax; backward also sums blocks of rows of dx. With ROUND, of 16-bit activations: cast from y
+// rounded to x's type, without an amax.
 //
 //     v         = y [rows, m] of x [rows, n]; BACKWARD: dx [rows, n] of grad [rows, m] and x     (activation.cuh)
 //     q, q_t, scale_inv, amax     of v, as in cast_transpose.cu
@@ -19,6 +20,9 @@
 #include "common/quantize.cuh"
 #include "common/row_sum.cuh"
 #include "common/transpose.cuh"
+#ifdef ROUND
+#include "common/wide_store.cuh"
+#endif
 
 using namespace twin;
 
@@ -89,10 +93,18 @@ __device__ __forceinline__ void cast_rows(const unsigned char* fetched, float sc
 #pragma unroll
             for (int o = 0; o < kOutputs; o++) {
                 if constexpr (BACKWARD && kZerosGiveMinusZeros) v[o] = kRow < left ? v[o] : 0.0f;
+#ifndef ROUND
                 rows.amax = amax_of(rows.amax, v[o]);
+#endif
                 sum[o][c] = v[o];
             }
         }
+#ifdef ROUND
+        static_assert(!BACKWARD && sizeof(wide_t) == 2, "ROUND is of 16-bit activations");
+        const Vector<kColumns> rounded = {word_of(sum[0]), word_of(sum[0] + 2)};
+#pragma unroll
+        for (int c = 0; c < kColumns; c++) sum[0][c] = widen(rounded, c);
+#endif
 #pragma unroll
         for (int o = 0; o < kOutputs; o++) rows.codes[o][kRow] = quantize4(sum[o], scale);
     }

@@ -1,4 +1,4 @@
-"""Cases of `activation`, of its backward, of both with the cast to FP8, and of `activation_scale`."""
+"""Cases of `activation` and of its backward, and of both with the cast to FP8 or with the scale for one."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -41,7 +41,12 @@ def _activation_cast(shape: tuple[int, int], dtype: torch.dtype, kind: str, devi
 def _activation_scale(shape: tuple[int, int], dtype: torch.dtype, kind: str, device: torch.device) -> Outputs:
     rows, width = shape
     x = numbers((rows, 2 * width if kind in GATED else width), dtype, 123).to(device)
-    return named("y scale", twin.activation_scale(x, kind, E4M3, False, 0.0))
+    grad = numbers(shape, dtype, 124).to(device)
+    return {
+        **named("y scale", twin.activation_scale(x, kind, E4M3, False, 0.0)),
+        **named("q q_t scale_inv", twin.activation_scale_cast_transpose(x, kind, E4M3, False, 0.0)),
+        **named("dx dscale", twin.activation_backward_scale(grad, x, kind, E5M2, False, 0.0)),
+    }
 
 
 def cases() -> Iterator[Case]:
@@ -73,11 +78,13 @@ def _plain(c: Inputs, kind: str, rows: int, cols: int, dtype: torch.dtype = BF16
     yield Call(twin.activation, (x, kind))
     yield Call(twin.activation_scale, (x, kind, E4M3, False, 0.0))
     yield Call(twin.activation_backward, (grad, x, kind))
+    yield Call(twin.activation_backward_scale, (grad, x, kind, E5M2, False, 0.0))
 
 
 def _casts(c: Inputs, kind: str, rows: int, cols: int, dtype: torch.dtype, q: torch.dtype, start: int = 0) -> Calls:
     grad, x = _pair(c, kind, rows, cols, dtype, start)
     yield Call(twin.activation_cast_transpose, (x, kind, *c.state(), 1, q))
+    yield Call(twin.activation_scale_cast_transpose, (x, kind, q, False, 0.0))
     yield Call(twin.activation_backward_cast_transpose_dbias, (grad, x, kind, *c.state(step=2), 2, q))
 
 

@@ -211,6 +211,8 @@ OPS: dict[str, Callable[..., Results]] = {
     "activation": lambda x, kind: [_act(x, kind)],
     "activation_scale": lambda x, kind, *_: [_act(x, kind)],
     "activation_backward": lambda grad, x, kind: [_act_grad(grad, x, kind)],
+    "activation_scale_cast_transpose": lambda x, kind, *_: [_act(x, kind)],
+    "activation_backward_scale": lambda grad, x, kind, *_: [_act_grad(grad, x, kind)],
     "activation_cast_transpose": lambda x, kind, *_: [_act(x, kind)],
     "activation_backward_cast_transpose_dbias": lambda grad, x, kind, *_: _activation_backward(grad, x, kind),
     "norm": lambda x, weight, bias, eps, zero, kind, *_: [_norm(x, weight, bias, eps, zero, kind)],

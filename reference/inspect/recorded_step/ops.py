@@ -40,6 +40,8 @@ RESULTS = {
     "cast_blocks": ("codes", "scale_inv"),
     "cast_blocks_transpose": (*_CAST, "scale_inv_t"),
     "activation_scale": ("out", "scale"),
+    "activation_backward_scale": ("dx", "scale"),
+    "activation_scale_cast_transpose": _CAST,
     "current_scale": ("scale",),
     "multi_current_scale": ("scales",),
     "activation_cast_transpose": _CAST,

@@ -1,4 +1,4 @@
-"""Activations: `twin::activation`, its backward, both with the FP8 cast, and `twin::activation_scale`.
+"""Activations: `twin::activation`, its backward, and both with the FP8 cast or with the scale for one.
 
 x `[rows, n]` is the pre-activation. The gated kinds split it into x1 = x[:, :n/2] and x2 = x[:, n/2:]; as in
 Transformer Engine, the first half is activated and multiplied by the second. With m = n, or n/2 where gated, and grad
@@ -28,6 +28,9 @@ grad, x and x2 are widened to fp32 exactly; each multiplication above rounds onc
 
     activation, activation_backward             y, dx: one rounding to x's dtype
     activation_scale                            y, and `twin::current_scale` of the fp32 y, not of the rounded one
+    activation_backward_scale                   dx, and `twin::current_scale` of it, rounded (`GRADIENT_IS_ROUNDED`)
+    activation_scale_cast_transpose             q, q_t, scale_inv: `twin::cast_transpose` of the rounded y, with the
+                                                scale that activation_scale gives
     activation_cast_transpose                   q, q_t, scale_inv, amax: `twin::cast_transpose` of the fp32 y
     activation_backward_cast_transpose_dbias    the same of the fp32 dx; dbias: its column sums in the order of
                                                 `twin::dbias`, one rounding to x's dtype
@@ -53,6 +56,10 @@ from reference.ops.library import define
 
 # Elements of x at a time: they stay in the cache and on one thread, as in `formats.cast`.
 _CHUNK = 1 << 15
+
+GRADIENT_IS_ROUNDED = True
+"""Whether the amax by which current scaling casts an activation's gradient is that of dx rounded to x's dtype, or that
+of the fp32 dx. Both sides read it here."""
 
 Function = Callable[[torch.Tensor], torch.Tensor]
 
@@ -201,8 +208,25 @@ def activation_backward_outputs(grad: torch.Tensor, x: torch.Tensor, kind: str) 
     return torch.empty_like(x)
 
 
+def activation_backward_scale_outputs(
+    grad: torch.Tensor, x: torch.Tensor, kind: str, *scale: *Scale
+) -> tuple[torch.Tensor, torch.Tensor]:
+    op = "twin::activation_backward_scale"
+    check_activation(op, x, kind)
+    check_grad(op, grad, x, kind)
+    check_scale(op, *scale)
+    return torch.empty_like(x), x.new_empty(1, dtype=torch.float32)
+
+
 def forward_outputs(op: str, x: torch.Tensor, kind: str, *scaling: *Scaling) -> Three:
     """Check the arguments of `activation_cast_transpose` and allocate (q, q_t, scale_inv)."""
+    columns = _columns_of_codes(op, x, kind)
+    check_cast(op, x, *scaling)
+    return cast_outputs(x, columns, scaling[3])
+
+
+def _columns_of_codes(op: str, x: torch.Tensor, kind: str) -> int:
+    """The number of y's columns, after a check of x and kind and of that number."""
     check_activation(op, x, kind)
     columns = width(kind, x.shape[1])
     if columns % 16:
@@ -210,8 +234,14 @@ def forward_outputs(op: str, x: torch.Tensor, kind: str, *scaling: *Scaling) -> 
             f"{op}: the columns of the activation must be a multiple of 16, which FP8 tensor cores need; "
             f"got {columns} (kind {kind!r}, x of shape {tuple(x.shape)})."
         )
-    check_cast(op, x, *scaling)
-    return cast_outputs(x, columns, scaling[3])
+    return columns
+
+
+def activation_scale_cast_outputs(x: torch.Tensor, kind: str, *scale: *Scale) -> Three:
+    op = "twin::activation_scale_cast_transpose"
+    columns = _columns_of_codes(op, x, kind)
+    check_scale(op, *scale)
+    return cast_outputs(x, columns, scale[0])
 
 
 forward_cast_outputs = functools.partial(forward_outputs, "twin::activation_cast_transpose")
@@ -270,10 +300,34 @@ def activation_scale(
     return y.copy_(wide), scale
 
 
+@define(activation_scale_cast_outputs)
+def activation_scale_cast_transpose(
+    x: torch.Tensor, kind: str, dtype: torch.dtype, power_of_two: bool, epsilon: float
+) -> Three:
+    """`x` `[rows, n]` -> (q `[rows, m]`, q_t `[m, ceil16(rows)]` of `dtype`, scale_inv fp32 `[1]`)."""
+    q, q_t, scale_inv = activation_scale_cast_outputs(x, kind, dtype, power_of_two, epsilon)
+    y, scale = activation_scale(x, kind, dtype, power_of_two, epsilon)
+    cast_rows(y, scale, None, 0, q, scale_inv)
+    transpose_codes(q, q_t)
+    return q, q_t, scale_inv
+
+
 @define(activation_backward_outputs)
 def activation_backward(grad: torch.Tensor, x: torch.Tensor, kind: str) -> torch.Tensor:
     """`grad` `[rows, m]`, `x` `[rows, n]` of one dtype -> dx `[rows, n]` of that dtype."""
     return _backward(grad, x, kind, activation_backward_outputs(grad, x, kind))
+
+
+@define(activation_backward_scale_outputs)
+def activation_backward_scale(
+    grad: torch.Tensor, x: torch.Tensor, kind: str, dtype: torch.dtype, power_of_two: bool, epsilon: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`grad` `[rows, m]`, `x` `[rows, n]` -> (dx `[rows, n]` of x's dtype, the scale for a cast of it, fp32 `[1]`)."""
+    dx, scale = activation_backward_scale_outputs(grad, x, kind, dtype, power_of_two, epsilon)
+    wide = _backward(grad, x, kind, torch.empty(x.shape, dtype=torch.float32, device="cpu"))
+    dx.copy_(wide)
+    scale.copy_(scale_of(formats.amax(dx if GRADIENT_IS_ROUNDED else wide), dtype, power_of_two, epsilon))
+    return dx, scale
 
 
 @define(forward_cast_outputs, mutates=("amax_history",))

@@ -312,13 +312,48 @@ def test_the_scale_is_that_of_the_numbers_before_they_are_rounded(kind: str, dty
         assert_same_bits(scale, twin.current_scale(fp32_forward(x, kind), *how))
 
 
+def compare_with_two_ops(x: torch.Tensor, kind: str, device: str | torch.device = "cpu") -> None:
+    """`activation_scale_cast_transpose` on a device is `activation_scale` and `cast_transpose` on a CPU."""
+    for how in ((E4M3, False, 0.0), (E5M2, True, 1e-3)):
+        y, scale = twin.activation_scale(x, kind, *how)
+        expected = twin.cast_transpose(y, scale, None, 0, how[0])
+        found = twin.activation_scale_cast_transpose(x.to(device), kind, *how)
+        for name, a, b in zip(("q", "q_t", "scale_inv"), found, expected, strict=True):
+            assert_same_bits(a, b, f"{name} of {kind}, {x.dtype} {list(x.shape)}")
+
+
+@pytest.mark.parametrize("dtype", formats.WIDE_DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_cast_with_its_own_scale_is_that_of_the_rounded_numbers(kind: str, dtype: torch.dtype) -> None:
+    for rows, cols in ((0, 16), (1, 16), (37, 48)):
+        x = case(rows, cols, kind, dtype, rows)[1]
+        compare_with_two_ops(x, kind)
+        compare_with_two_ops(torch.where(x.isfinite(), x, 0.0), kind)
+        compare_with_two_ops(torch.zeros_like(x), kind)
+
+
+@pytest.mark.parametrize("dtype", formats.WIDE_DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_scale_of_a_gradient_is_that_of_the_rounded_numbers(kind: str, dtype: torch.dtype) -> None:
+    """Or that of the fp32 numbers: `GRADIENT_IS_ROUNDED` says which."""
+    for rows, how in ((37, (E5M2, False, 0.0)), (5, (E4M3, True, 1e-3)), (0, (E4M3, False, 2.0))):
+        x, grad = numbers(rows, 48, dtype, rows, 4.0), numbers(rows, activation.width(kind, 48), dtype, rows + 1)
+        dx, scale = twin.activation_backward_scale(grad, x, kind, *how)
+        expected = twin.activation_backward(grad, x, kind)
+        assert_same_bits(dx, expected)
+        wide = expected if activation.GRADIENT_IS_ROUNDED else fp32_backward(grad, x, kind)
+        assert_same_bits(scale, twin.current_scale(wide, *how))
+
+
 def test_opcheck() -> None:
     state = (torch.ones(2), torch.zeros(3, 2), 1, E4M3)
     for kind, rows, dtype in (("swiglu", 0, torch.float32), ("gelu", 7, torch.bfloat16), ("swiglu", 32, torch.float16)):
         x, grad = numbers(rows, 32, dtype, 0), numbers(rows, activation.width(kind, 32), dtype, 1)
         torch.library.opcheck(twin.activation.default, (x, kind))
         torch.library.opcheck(twin.activation_scale.default, (x, kind, E4M3, True, 1e-3))
+        torch.library.opcheck(twin.activation_scale_cast_transpose.default, (x, kind, E4M3, True, 1e-3))
         torch.library.opcheck(twin.activation_backward.default, (grad, x, kind))
+        torch.library.opcheck(twin.activation_backward_scale.default, (grad, x, kind, E5M2, True, 1e-3))
         torch.library.opcheck(twin.activation_cast_transpose.default, (x, kind, *state))
         torch.library.opcheck(twin.activation_backward_cast_transpose_dbias.default, (grad, x, kind, *state))
 
@@ -328,9 +363,15 @@ class TestRefusals:
         with pytest.raises(ValueError, match=re.escape(f"twin::{op}: {sentence}")):
             getattr(twin, op)(*arguments)
 
-    @pytest.mark.parametrize("op", ["activation", "activation_cast_transpose"])
-    def test_forward(self, op: str) -> None:
-        more = (torch.ones(3), None, 1, E4M3) if op.endswith("transpose") else ()
+    @pytest.mark.parametrize(
+        ("op", "more"),
+        [
+            ("activation", ()),
+            ("activation_scale_cast_transpose", (E5M2, False, 0.0)),
+            ("activation_cast_transpose", (torch.ones(3), None, 1, E4M3)),
+        ],
+    )
+    def test_forward(self, op: str, more: tuple[object, ...]) -> None:
         for x, kind, sentence in (
             (torch.zeros(4, 32), "tanh", f"kind must be one of {', '.join(map(repr, activation.KINDS))}; got 'tanh'."),
             (torch.zeros(4), "gelu", "x must be 2-D, [rows, cols]; got shape (4,)."),
@@ -340,9 +381,15 @@ class TestRefusals:
         ):
             self.refused(op, (x, kind, *more), sentence)
 
-    @pytest.mark.parametrize("op", ["activation_backward", "activation_backward_cast_transpose_dbias"])
-    def test_backward(self, op: str) -> None:
-        more = (torch.ones(3), None, 1, E4M3) if op.endswith("dbias") else ()
+    @pytest.mark.parametrize(
+        ("op", "more"),
+        [
+            ("activation_backward", ()),
+            ("activation_backward_scale", (E5M2, False, 0.0)),
+            ("activation_backward_cast_transpose_dbias", (torch.ones(3), None, 1, E4M3)),
+        ],
+    )
+    def test_backward(self, op: str, more: tuple[object, ...]) -> None:
         x = torch.zeros(4, 32)
         for grad, kind, sentence in (
             (torch.zeros(4, 32), "mish", "kind must be one of"),
@@ -366,11 +413,11 @@ class TestRefusals:
             state = [*good[:position], wrong, *good[position + 1 :]]
             self.refused("activation_cast_transpose", (x, "gelu", *state), sentence)
             self.refused("activation_backward_cast_transpose_dbias", (x, x, "gelu", *state), sentence)
-        self.refused(
-            "activation_cast_transpose",
-            (torch.zeros(4, 48), "swiglu", *good),
-            "the columns of the activation must be a multiple of 16, which FP8 tensor cores need; got 24 (kind",
-        )
+        columns = "the columns of the activation must be a multiple of 16, which FP8 tensor cores need; got 24 (kind"
+        self.refused("activation_cast_transpose", (torch.zeros(4, 48), "swiglu", *good), columns)
+        how = (E4M3, False, 0.0)
+        self.refused("activation_scale_cast_transpose", (torch.zeros(4, 48), "swiglu", *how), columns)
+        self.refused("activation_scale_cast_transpose", (x, "gelu", E4M3, False, -1.0), "epsilon=-1.0; a finite number")
         self.refused(
             "activation_backward_cast_transpose_dbias",
             (torch.zeros(4, 12), torch.zeros(4, 24), "swiglu", *good),
@@ -406,16 +453,23 @@ def compare_plain(grad: torch.Tensor, x: torch.Tensor, kind: str) -> None:
     assert_same_bits(twin.activation(x.cuda(), kind), expected[0], f"y {where}")
     poison(x.numel() * x.element_size())
     assert_same_bits(twin.activation_backward(grad.cuda(), x.cuda(), kind), expected[1], f"dx {where}")
-    compare_scales(x, kind)
+    compare_scales(grad, x, kind)
 
 
-def compare_scales(x: torch.Tensor, kind: str) -> None:
-    """y with its scale on both sides; also of numbers without infinities, whose scale is not 1."""
-    for one in (x, torch.where(x.isfinite(), x, 0.0)):
+def compare_scales(grad: torch.Tensor, x: torch.Tensor, kind: str) -> None:
+    """y and dx with their scales on both sides; also of numbers without infinities, whose scale is not 1."""
+    for pair in ((grad, x), [torch.where(one.isfinite(), one, 0.0) for one in (grad, x)]):
+        there = [one.cuda() for one in pair]
         for how in ((FP8[0], False, 0.0), (FP8[1], True, 1e-3)):
             poison(x.numel() * x.element_size())
-            found, expected = twin.activation_scale(one.cuda(), kind, *how), twin.activation_scale(one, kind, *how)
-            for name, a, b in zip(("y", "scale"), found, expected, strict=True):
+            found = twin.activation_scale(there[1], kind, *how), twin.activation_backward_scale(*there, kind, *how)
+            expected = (
+                twin.activation_scale(pair[1], kind, *how),
+                twin.activation_backward_scale(*pair, kind, *how),
+            )
+            for name, a, b in zip(
+                ("y", "y's scale", "dx", "dx's scale"), sum(found, ()), sum(expected, ()), strict=True
+            ):
                 assert_same_bits(a, b, f"{name} of {kind}, {x.dtype} {list(x.shape)}")
 
 
@@ -472,7 +526,30 @@ def test_any_number_of_columns(kind: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("kind", ["gelu", "swiglu", TIGHT])
 def test_the_scale_of_any_shape(kind: str, dtype: torch.dtype) -> None:
     for seed, (rows, cols) in enumerate(itertools.product((0, 1, 5), (0, 3, 16, 513))):
-        compare_scales(case(rows, cols, kind, dtype, seed)[1], kind)
+        compare_scales(*case(rows, cols, kind, dtype, seed), kind)
+
+
+@pytest.mark.gpu
+@pytest.mark.simulated
+@pytest.mark.parametrize("dtype", WIDE)
+@pytest.mark.parametrize("kind", ["gelu", "relu", "srelu", "swiglu", TIGHT])
+def test_the_cast_with_its_own_scale(kind: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Edges of a tile; numbers off the 16-byte boundary; every 16-bit word."""
+    for seed, (rows, cols) in enumerate([(1, 16), (65, 144), (0, 16)]):
+        x = case(rows, cols, kind, dtype, seed)[1]
+        for one in (x, torch.where(x.isfinite(), x, 0.0)):
+            compare_with_two_ops(one, kind, device)
+    how = (E4M3, False, 0.0)
+    shifted = torch.cat([one.new_zeros(1), one.flatten()]).to(device)[1:].view(one.shape)
+    for a, b in zip(
+        twin.activation_scale_cast_transpose(shifted, kind, *how),
+        twin.activation_scale_cast_transpose(one, kind, *how),
+        strict=True,
+    ):
+        assert_same_bits(a, b)
+    if dtype in SIXTEEN and kind not in GATED:
+        x = every_word(dtype)
+        compare_with_two_ops(torch.where(x.isfinite() & (x.abs() < 300), x, 0.0), kind, device)
 
 
 @pytest.mark.gpu
@@ -567,6 +644,9 @@ def test_two_runs_two_streams_and_a_graph_give_the_same_bits() -> None:
             twin.activation(x, "geglu"),
             *twin.activation_scale(x, "geglu", FP8[0], False, 0.0),
             twin.activation_backward(grad, x, "geglu"),
+            *twin.activation_backward_scale(grad, x, "geglu", FP8[1], False, 0.0),
+            *twin.activation_scale_cast_transpose(x, "geglu", FP8[0], False, 0.0),
+            *twin.activation_scale_cast_transpose(x, "gelu", FP8[0], False, 0.0),
             *twin.activation_cast_transpose(x, "geglu", *state),
             *twin.activation_backward_cast_transpose_dbias(grad, x, "geglu", *state),
         ]
