@@ -21,7 +21,7 @@ from optimized.bench.table import Table, percent, table
 
 NAME = "layer_recipes"
 WHAT = "a layer under each recipe, against TE"
-KERNELS = (*layer.KERNELS, "cast_blocks", "current_scale", "gemm_fp8_blocks")
+KERNELS = (*layer.KERNELS, "cast_blocks", "current_scale", "gemm_fp8_blocks", "gemm_fp8_blocks_fused")
 RECIPES = {"delayed": "DelayedScaling", "current": "Float8CurrentScaling", "block": "Float8BlockScaling"}
 BF16 = torch.bfloat16
 SIZES = (
