@@ -23,7 +23,8 @@ Shape = tuple[int, ...]
 _GEMMS = (
     *("gemm", "gemm_accumulate", "gemm_fp8", "gemm_fp8_accumulate"),
     *("gemm_fp8_activation", "gemm_fp8_activation_backward", "gemm_fp8_bias_dropout_add"),
-    *("gemm_fp8_blocks", "gemm_fp8_blocks_accumulate", "gemm_mxfp8", "gemm_mxfp8_accumulate"),
+    *("gemm_fp8_blocks", "gemm_fp8_blocks_accumulate", "gemm_fp8_blocks_bias_dropout_add"),
+    *("gemm_mxfp8", "gemm_mxfp8_accumulate"),
 )
 
 

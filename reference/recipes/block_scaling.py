@@ -170,7 +170,11 @@ def _add(a: Operand, b: Operand, out: torch.Tensor) -> None:
     twin.gemm_fp8_blocks_accumulate(*_operands(a, b), out)
 
 
+def _residual(a: Operand, b: Operand, *rest: Any) -> torch.Tensor:
+    return twin.gemm_fp8_blocks_bias_dropout_add(*_operands(a, b), *rest)
+
+
 DEQUANTIZE[ROWS] = lambda a, dtype: twin.dequantize(a.codes, a.scales, False, dtype)
 DEQUANTIZE[SQUARES] = lambda a, dtype: twin.dequantize(a.codes, a.scales, True, dtype)
 for _layouts in ((ROWS, ROWS), (ROWS, SQUARES), (SQUARES, ROWS)):
-    PRODUCTS[_layouts] = Products(_multiply, _add, torch.bfloat16)
+    PRODUCTS[_layouts] = Products(_multiply, _add, torch.bfloat16, _residual)

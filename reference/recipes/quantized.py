@@ -123,7 +123,7 @@ class Products(NamedTuple):
         add: (a, b, out) → None, after out = round(fp32(out) + fp32 a·bᵀ).
         bias_of_fp32: the dtype to which a bias is rounded where the result is fp32.
         residual: None, or (a, b, bias, residual, out_dtype, p, rng_state) → residual + dropout(a·bᵀ + bias), with fast
-            accumulation.
+            accumulation where `multiply` has a choice.
     """
 
     multiply: Callable[..., torch.Tensor]

@@ -11,6 +11,7 @@ from shared.recipe_steps import Recomputed, layer_of, numbers, step
 import optimized
 import reference as te
 from reference.recipe import DelayedScaling, Float8BlockScaling, Format, MMParams, QParams, by_layer
+from reference.recipes import block_scaling, quantized
 from reference.recipes.block_scaling import InBlocks
 from reference.recipes.quantizer import Quantizer
 
@@ -80,6 +81,22 @@ def test_recomputation_has_the_bits() -> None:
     recipe = Float8BlockScaling()
     for a, b in zip(step(layer_of(), recipe), step(Recomputed(), recipe), strict=True):
         assert_same_bits(a, b)
+
+
+def test_what_follows_a_product_is_fused_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The residual's half of a layer is one op, with the words of two."""
+    recipe, fused = Float8BlockScaling(), []
+    for layouts, found in quantized.PRODUCTS.items():
+        if block_scaling.ROWS in layouts:
+            noted = found._replace(residual=lambda *given, op=found.residual: fused.append(1) or op(*given))
+            monkeypatch.setitem(quantized.PRODUCTS, layouts, noted)
+    together = step(layer_of(), recipe)
+    assert len(fused) == 2, "attention's projection and fc2"
+    for layouts, found in quantized.PRODUCTS.items():
+        monkeypatch.setitem(quantized.PRODUCTS, layouts, found._replace(residual=None))
+    for a, b in zip(together, step(layer_of(), recipe), strict=True):
+        assert_same_bits(a, b)
+    assert len(fused) == 2
 
 
 def test_microbatches_share_a_weights_cast() -> None:

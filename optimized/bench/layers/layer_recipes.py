@@ -29,6 +29,7 @@ KERNELS = (
     "current_scale",
     "multi_current_scale",
     "gemm_fp8_blocks",
+    "gemm_fp8_blocks_fused",
 )
 RECIPES = {"delayed": "DelayedScaling", "current": "Float8CurrentScaling", "block": "Float8BlockScaling"}
 BF16 = torch.bfloat16

@@ -53,6 +53,13 @@ struct alignas(16) SharedBias {
         mailbox.arrive_full();
     }
 
+    // The same, with one value for all columns.
+    __device__ __forceinline__ void fill_with(T value, unsigned parity) {
+        mailbox.wait_empty(parity);
+        for (int i = threadIdx.x % 32; i < Gemm::kBlockN; i += 32) values[i] = value;
+        mailbox.arrive_full();
+    }
+
     // The bias of four neighbouring columns of the tile; `column` is a multiple of four.
     __device__ __forceinline__ Four<T> four(int column) const {
         return reinterpret_cast<const Four<T>*>(values)[column / 4];

@@ -23,6 +23,24 @@ __device__ __forceinline__ unsigned add_two(unsigned a, unsigned b) {
     return add_f16x2(a, b);
 }
 
+// Eight columns of a row: T( T( dropout( T( x + bias ) ) ) + residual ). `bits` of the mask are shifted to the top.
+template <class Out, bool kDrop>
+__device__ __forceinline__ void finish_eight(unsigned (&out)[4], const Packed& x, const Packed& bias,
+                                             const Packed& residual, unsigned bits, float keep_scale, bool has_bias,
+                                             bool has_residual) {
+#pragma unroll
+    for (int j = 0; j < 4; j++) {  // two values at a time: rounding one alone takes eight times as long
+        unsigned two = x.words[j];
+        if (has_bias) two = add_two<Out>(two, bias.words[j]);
+        if constexpr (kDrop) {
+            two = pack<Out>(__fmul_rn(unpack<Out>(&two, 0), keep_scale), __fmul_rn(unpack<Out>(&two, 1), keep_scale));
+            two &= kept_two(bits, j);
+        }
+        if (has_residual) two = add_two<Out>(two, residual.words[j]);
+        out[j] = two;
+    }
+}
+
 template <class Gemm>
 struct BiasDropoutAdd {
     using P = Pieces<Gemm>;
@@ -183,18 +201,8 @@ private:
                 shared.bias.four(i / 2 * 32 + threadIdx.x % 4 * kRun + f * kSecond);
         const Packed residual = boxes(shared).row(warp, i / 2, i % 2);
         unsigned out[4];
-#pragma unroll
-        for (int j = 0; j < 4; j++) {  // two values at a time: rounding one alone takes eight times as long
-            unsigned two = x.words[j];
-            if (arguments.bias != nullptr) two = add_two<Out>(two, bias.words[j]);
-            if constexpr (kDrop) {
-                two = pack<Out>(__fmul_rn(unpack<Out>(&two, 0), arguments.keep_scale),
-                                __fmul_rn(unpack<Out>(&two, 1), arguments.keep_scale));
-                two &= kept_two(bits << i % 4 * 4, j);
-            }
-            if (arguments.residual != nullptr) two = add_two<Out>(two, residual.words[j]);
-            out[j] = two;
-        }
+        finish_eight<Out, kDrop>(out, x, bias, residual, bits << i % 4 * 4, arguments.keep_scale,
+                                 arguments.bias != nullptr, arguments.residual != nullptr);
         const size_t element = first + i % 2 * 8 * static_cast<size_t>(n) + i / 2 * 32;
         P::store_eight_columns(arguments.out + element, out, at.second);
     }

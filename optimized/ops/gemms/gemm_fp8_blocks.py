@@ -1,21 +1,25 @@
-"""`twin::gemm_fp8_blocks` and `twin::gemm_fp8_blocks_accumulate` on the GPU: kernels/gemms/gemm_fp8_blocks.cu. Every
-tile gives the same bits.
+"""`twin::gemm_fp8_blocks` and `twin::gemm_fp8_blocks_accumulate` on the GPU: kernels/gemms/gemm_fp8_blocks.cu; and
+`twin::gemm_fp8_blocks_bias_dropout_add`: kernels/gemms/gemm_fp8_blocks_fused.cu. Every tile gives the same bits.
 
 The definition, with its rounding points: `reference.ops.gemms.gemm_fp8_blocks`.
 """
 
 import functools
 import itertools
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
+from optimized.ops.casts.amax import pointer
 from optimized.ops.gemms.gemm_config import FP8, OUTPUTS, TYPES, GemmConfig
 from optimized.ops.gemms.gemm_fp8 import add_bias_alone, launch_tiles
 from optimized.ops.gemms.gemm_operands import UNWRITABLE, check_devices, loadable, run, tell_once, writable
 from optimized.ops.gemms.gemm_tile import Cost, Tile, cheapest_tile, multiprocessors
-from reference.ops.gemms.gemm_fp8_blocks import accumulate_outputs, outputs
+from optimized.ops.random import dropout
+from reference.ops.gemms.gemm_fp8_blocks import accumulate_outputs, bias_dropout_add_outputs, outputs
 from reference.ops.library import on_cuda
+from reference.ops.random.dropout import keep_scale, threshold
 
 _SQUARES = ((False, False), (False, True), (True, False))
 # What a tile costs (gemm_tile.py): where b's blocks are square, and where they are of rows. A tile with square blocks
@@ -46,6 +50,16 @@ def costs(squares: tuple[bool, bool]) -> tuple[tuple[Tile, Cost], ...]:
 
 
 _COSTS = {squares: costs(squares) for squares in _SQUARES}
+# Those of the fused kernel, whose mask has words of 64 columns.
+_FUSED = {
+    squares: tuple((tile, cost) for tile, cost in found if tile.block_n % 64 == 0 and tile.warpgroups < 3)
+    for squares, found in _COSTS.items()
+}
+
+
+def fused_tiles(squares: tuple[bool, bool]) -> tuple[Tile, ...]:
+    """The tiles that the fused kernel has, where the blocks of a and of b are square or of rows."""
+    return tuple(tile for tile, _ in _FUSED[squares])
 
 
 def beside_bytes(tile: Tile, squares: tuple[bool, bool]) -> int:
@@ -80,6 +94,23 @@ def config(
     return GemmConfig("gemm_fp8_blocks", tile, tuple(macros.items()), beside_bytes(tile, squares))
 
 
+@functools.lru_cache(maxsize=1024)
+def fused_config(
+    formats: tuple[torch.dtype, torch.dtype],
+    out: torch.dtype,
+    squares: tuple[bool, bool],
+    tile: Tile,
+    n: int,
+    drop: bool,
+) -> GemmConfig:
+    """One configuration of kernels/gemms/gemm_fp8_blocks_fused.cu; only n % 32 counts. `drop`: whether it drops."""
+    macros = dict(config(*formats, out, squares, tile, n).macros) | {"DROP": int(drop)}
+    del macros["ACCUMULATE"]
+    # The bias in 16 bits and the mask, each with two barriers.
+    epilogue = 2 * tile.block_n + 16 + tile.block_m * tile.block_n // 8 + 16
+    return GemmConfig("gemm_fp8_blocks_fused", tile, tuple(macros.items()), beside_bytes(tile, squares) + epilogue)
+
+
 # What the CPU suite compiles: every tile with each form of blocks, and every format and output with one tile.
 _E4M3, _E5M2 = FP8
 _EVERY_TILE = [
@@ -92,6 +123,16 @@ _EVERY_FORMAT = itertools.product([_E5M2], FP8, OUTPUTS, _SQUARES[:1], [Tile(2, 
 _TILES = [tile for tile, _ in costs((False, False))]
 _ADDING = itertools.product([_E4M3], [_E4M3], OUTPUTS, _SQUARES[:1], _TILES, (16, 32), [True])
 CONFIGURATIONS = [config(*case).listed for case in (*_EVERY_TILE, *_EVERY_FORMAT, *_ADDING)]
+_FUSED_CHOICES = [
+    *(
+        ((_E4M3, _E4M3), torch.bfloat16, one, tile, n)
+        for one in _SQUARES
+        for tile in fused_tiles(one)
+        for n in (16, 32)
+    ),
+    *itertools.product(itertools.product(FP8, FP8), (torch.bfloat16, torch.float16), _SQUARES, [Tile(2, 128, 6)], [32]),
+]
+CONFIGURATIONS += [fused_config(*case, drop).listed for case in _FUSED_CHOICES for drop in (False, True)]
 
 
 def gemm_fp8_blocks_tiled(
@@ -121,13 +162,16 @@ def gemm_fp8_blocks_tiled(
         return add_bias_alone(torch.zeros((m, n), dtype=torch.float32, device=a.device), bias, out, add)
     one = config(a.dtype, b.dtype, out_dtype, (a_square, b_square), tile, 32 if n % 32 == 0 else 16, add)
     found = [loadable(of) for of in (a_scale_inv, b_scale_inv)]
-    scales = [x for of in found if of is not None for x in (of.data_ptr(), np.int32(of.stride(0)))]
-    return launch_tiles(one, a, b, tuple(scales), bias, out, cut)
+    return launch_tiles(one, a, b, _arguments(found), bias, out, cut)
 
 
-def _tile(a: torch.Tensor, b: torch.Tensor, squares: tuple[bool, bool]) -> Tile:
-    sms = multiprocessors(a.device.index)
-    return cheapest_tile(a.shape[0], b.shape[0], a.shape[1], sms, _COSTS[squares])
+def _arguments(scales: Sequence[torch.Tensor | None]) -> tuple[int | np.int32, ...]:
+    """Those of `loadable` scales, which must live until the launch."""
+    return tuple(x for of in scales if of is not None for x in (of.data_ptr(), np.int32(of.stride(0))))
+
+
+def _tile(a: torch.Tensor, b: torch.Tensor, costs: tuple[tuple[Tile, Cost], ...]) -> Tile:
+    return cheapest_tile(a.shape[0], b.shape[0], a.shape[1], multiprocessors(a.device.index), costs)
 
 
 @on_cuda
@@ -144,7 +188,7 @@ def gemm_fp8_blocks(
     """a `[M, K]` and b `[N, K]` float8 with the scales of their blocks, bias `[N]` or None -> `[M, N]` of out_dtype."""
     out = outputs(a, b, a_scale_inv, b_scale_inv, a_square, b_square, bias, out_dtype)
     check_devices("gemm_fp8_blocks", a, b=b, a_scale_inv=a_scale_inv, b_scale_inv=b_scale_inv, bias=bias)
-    tile = _tile(a, b, (a_square, b_square))
+    tile = _tile(a, b, _COSTS[a_square, b_square])
     rest = (a, b, a_scale_inv, b_scale_inv, a_square, b_square, bias, out_dtype)
     return gemm_fp8_blocks_tiled(*rest, tile, out)
 
@@ -164,7 +208,50 @@ def gemm_fp8_blocks_accumulate(
     check_devices("gemm_fp8_blocks", a, b=b, a_scale_inv=a_scale_inv, b_scale_inv=b_scale_inv, out=out)
     rest = (a, b, a_scale_inv, b_scale_inv, a_square, b_square, None)
     if writable(out):
-        gemm_fp8_blocks_tiled(*rest, out.dtype, _tile(a, b, (a_square, b_square)), out, add=True)
+        gemm_fp8_blocks_tiled(*rest, out.dtype, _tile(a, b, _COSTS[a_square, b_square]), out, add=True)
     else:
         tell_once("gemm_fp8_blocks_accumulate", UNWRITABLE)
         out.copy_(out.float() + gemm_fp8_blocks(*rest, torch.float32))
+
+
+@on_cuda
+def gemm_fp8_blocks_bias_dropout_add(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    a_square: bool,
+    b_square: bool,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    p: float,
+    rng_state: torch.Tensor | None,
+    tile: Tile | None = None,
+) -> torch.Tensor:
+    """a `[M, K]`, b `[N, K]` float8, bias `[N]`, residual `[M, N]` of out_dtype -> `[M, N]`; advances `rng_state`.
+
+    Two kernels run where the fused one has no form (fp32, an empty matrix, no residual) and, unless the caller names a
+    tile, where K is so short that the mask is not drawn in time.
+    """
+    operands = (a, b, a_scale_inv, b_scale_inv, a_square, b_square)
+    out = bias_dropout_add_outputs(*operands, bias, residual, out_dtype, p, rng_state)
+    check_devices("gemm_fp8_blocks", a, b=b, a_scale_inv=a_scale_inv, b_scale_inv=b_scale_inv)
+    (m, k), drop = a.shape, threshold(p) > 0
+    # The kernel counts groups of eight elements in 32 bits.
+    apart = drop and (out.numel() >= 2**35 or (tile is None and m >= 2048 and k < 2048))
+    if apart or residual is None or out_dtype == torch.float32 or not out.numel() * k:
+        x = gemm_fp8_blocks_tiled(*operands, None, out_dtype, _tile(a, b, _COSTS[b_square]))
+        dropout.run(out, x, bias, residual, p, rng_state)
+    else:
+        tile = tile or _tile(a, b, _FUSED[a_square, b_square])
+        width = 32 if b.shape[0] % 32 == 0 else 16
+        one = fused_config((a.dtype, b.dtype), out_dtype, (a_square, b_square), tile, width, drop)
+        addend, *found = [loadable(of) for of in (residual, a_scale_inv, b_scale_inv)]
+        assert addend is not None
+        mask = (pointer(rng_state) if drop else 0, np.uint32(threshold(p)), np.float32(keep_scale(p)))
+        launch_tiles(one, a, b, (addend.data_ptr(), *mask, *_arguments(found)), bias, out, None)
+    if drop:
+        assert rng_state is not None
+        dropout.advance(rng_state)
+    return out

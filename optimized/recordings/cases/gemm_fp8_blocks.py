@@ -1,4 +1,4 @@
-"""Cases of `gemm_fp8_blocks` and of its accumulating form."""
+"""Cases of `gemm_fp8_blocks`, of its accumulating form, and of that with bias, dropout and residual."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -6,9 +6,11 @@ from itertools import product
 
 import torch
 
-from optimized.ops.gemms.gemm_fp8_blocks import costs, gemm_fp8_blocks_tiled
+from optimized.ops.gemms import gemm_fp8_blocks
+from optimized.ops.gemms.gemm_fp8_blocks import costs, fused_tiles, gemm_fp8_blocks_tiled
+from optimized.ops.gemms.gemm_tile import Tile
 from optimized.recordings.calls import BF16, E4M3, E5M2, FP16, Call, Calls, Inputs
-from optimized.recordings.case import FP8, WIDE, Case, Outputs, codes, numbers, short
+from optimized.recordings.case import FP8, HALVES, WIDE, Case, Outputs, codes, numbers, random_state, short
 from optimized.recordings.cases.gemm import adding, with_tile
 from reference.numbers import philox
 from reference.ops.casts.cast_blocks import scale_shape
@@ -37,7 +39,21 @@ def _blocks(
     return {"out": twin.gemm_fp8_blocks(a, b, *scales, *squares, vector, types[2]), "added": out}
 
 
+def _residual(shape: Shape, squares: Squares, p: float, half: torch.dtype, device: torch.device) -> Outputs:
+    m, n, k = shape
+    a, b = codes((m, k), FP8[0], 67).to(device), codes((n, k), FP8[0], 68).to(device)
+    scales = [_scales(*one).to(device) for one in (((m, k), squares[0], 69), ((n, k), squares[1], 70))]
+    bias, residual = numbers((1, n), half, 71).to(device)[0], numbers((m, n), half, 72).to(device)
+    drawn = random_state(device)
+    out = twin.gemm_fp8_blocks_bias_dropout_add(a, b, *scales, *squares, bias, residual, half, p, drawn)
+    return {"out": out, "rng_state": drawn}
+
+
 def cases() -> Iterator[Case]:
+    for half, p, squares, shape in product(HALVES, (0.0, 0.1), _SQUARES, ((1, 16, 16), (300, 528, 400))):
+        label = f"{_FORMS[squares]}, {short(half)} {'x'.join(map(str, shape))} p={p}"
+        run = partial(_residual, shape, squares, p, half)
+        yield Case("gemm_fp8_blocks_bias_dropout_add", label, run, live=True)
     for a, b, squares in product(FP8, FP8, _SQUARES):
         for (m, n, k), out, bias in (
             ((40, 48, 272), torch.float32, False),
@@ -58,7 +74,36 @@ def operands(
     return (c.codes(m, k, dtype=a), c.codes(n, k, dtype=b), *scales, *squares)
 
 
+def _add(
+    c: Inputs,
+    shape: Shape,
+    p: float,
+    squares: Squares = (False, True),
+    half: torch.dtype = BF16,
+    parts: str = "br",
+    tile: Tile | None = None,
+    start: int = 0,
+) -> Call:
+    m, n, k = shape
+    bias, added = c.x(n, dtype=half, start=start), c.x(m, n, dtype=half, start=start)
+    rest = (bias if "b" in parts else None, added if "r" in parts else None, half, p, c.random_state() if p else None)
+    chosen = None if tile is None else partial(gemm_fp8_blocks.gemm_fp8_blocks_bias_dropout_add, tile=tile)
+    return Call(twin.gemm_fp8_blocks_bias_dropout_add, (*operands(c, m, n, k, squares), *rest), chosen)
+
+
+def _fused(c: Inputs) -> Calls:
+    for squares, cols in product(_SQUARES, (272, 288)):
+        for tile, p in product(fused_tiles(squares), (0.0, 0.1)):
+            yield _add(c, (140, cols, 272), p, squares, tile=tile)
+    for parts, half in product(("br", "b", "r", ""), HALVES):
+        yield _add(c, (70, 64, 144), 0.1, half=half, parts=parts, start=1)
+    for shape, p in product(((0, 16, 16), (8, 0, 16), (8, 16, 0), (1, 16, 16), (256, 256, 256)), (0.0, 0.1)):
+        yield _add(c, shape, p)
+    yield _add(c, (8, 16, 16), 0.1, half=torch.float32)
+
+
 def calls(c: Inputs) -> Calls:
+    yield from _fused(c)
     # More than one tile and ragged in each direction. Rows of 8 and of 4 words.
     for squares, (m, n, k) in product(_SQUARES, ((264, 528, 272), (140, 736, 144))):
         for tile, _ in costs(squares):
@@ -86,6 +131,9 @@ def calls(c: Inputs) -> Calls:
 def large(c: Inputs) -> Calls:
     for shape in ((9000, 1808, 64), (4096, 12288, 4096), (300, 528, 4096), (64, 64, 65536)):
         yield Call(twin.gemm_fp8_blocks, (*operands(c, *shape), None, BF16))
+    for shape in ((2048, 256, 2032), (2048, 256, 2048), (4000, 4112, 4096), (1 << 19, 1 << 16, 4096)):
+        for p in (0.0, 0.1):
+            yield _add(c, shape, p)
 
 
 def sized(c: Inputs, rows: int, cols: int) -> Calls:
@@ -93,3 +141,4 @@ def sized(c: Inputs, rows: int, cols: int) -> Calls:
         given = operands(c, rows, cols, k)
         yield Call(twin.gemm_fp8_blocks, (*given, c.x(cols), BF16))
         yield Call(twin.gemm_fp8_blocks_accumulate, (*given, c.x(rows, cols, dtype=torch.float32)))
+        yield _add(c, (rows, cols, k), 0.5)

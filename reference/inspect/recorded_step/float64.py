@@ -233,6 +233,9 @@ OPS: dict[str, Callable[..., Results]] = {
     "gemm_fp8_bias_dropout_add": lambda a, b, sa, sb, bias, residual, _, p, state: _added(
         _gemm_fp8(a, b, sa, sb, bias), residual, p, state
     ),
+    "gemm_fp8_blocks_bias_dropout_add": lambda a, b, sa, sb, a_square, b_square, bias, residual, _, p, state: _added(
+        _gemm_fp8_blocks(a, b, sa, sb, a_square, b_square, bias), residual, p, state
+    ),
     "bias_dropout_add": _bias_dropout_add,
     "dropout_backward": lambda grad, p, state, kept=None: [_dropped(_times_kept(grad.double(), kept), p, state)],
     "attention": _attention,

@@ -15,6 +15,11 @@ overflows or underflows.
 
     out = round(fp32(out) + acc)             one fp32 addition, one rounding to out's dtype
 
+`twin::gemm_fp8_blocks_bias_dropout_add` is such a GEMM without a bias, rounded to the activation dtype T, followed by
+`twin::bias_dropout_add`:
+
+    out = T( T( dropout( T( T(acc) + bias ) ) ) + residual )
+
 Scales lie as `twin::cast_blocks` writes them. Square blocks on both sides are refused, as by cuBLASLt.
 
 Source: cuBLASLt 13 (`torch._scaled_mm`), which Transformer Engine calls. On an H100, with scales that are no powers of
@@ -29,6 +34,7 @@ from reference.numbers import tensor_core
 from reference.ops.casts.cast_blocks import BLOCK, blocks_of, scale_shape
 from reference.ops.gemms.gemm_fp8 import check_accumulate, check_epilogue, check_matrices
 from reference.ops.library import define
+from reference.ops.random.dropout import bias_dropout_add, check_addends, check_dropout
 from reference.support.numba_jit import fma, jit
 
 
@@ -79,6 +85,26 @@ def accumulate_outputs(
 ) -> None:
     check_operands(a, b, a_scale_inv, b_scale_inv, a_square, b_square)
     check_accumulate(a, b, out)
+
+
+def bias_dropout_add_outputs(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    a_square: bool,
+    b_square: bool,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    p: float,
+    rng_state: torch.Tensor | None,
+) -> torch.Tensor:
+    op = "twin::gemm_fp8_blocks_bias_dropout_add"
+    out = outputs(a, b, a_scale_inv, b_scale_inv, a_square, b_square, None, out_dtype)
+    check_addends(op, out, bias, residual)
+    check_dropout(op, "x", out, p, rng_state)
+    return out
 
 
 @jit
@@ -147,3 +173,26 @@ def gemm_fp8_blocks_accumulate(
     """Add a·bᵀ to out `[M, N]`, fp32, bf16 or fp16; the other arguments are those of `gemm_fp8_blocks`."""
     accumulate_outputs(a, b, a_scale_inv, b_scale_inv, a_square, b_square, out)
     out.copy_(out.float() + accumulated(a, b, a_scale_inv, b_scale_inv, a_square, b_square))
+
+
+@define(bias_dropout_add_outputs, mutates=("rng_state",))
+def gemm_fp8_blocks_bias_dropout_add(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    a_square: bool,
+    b_square: bool,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    p: float,
+    rng_state: torch.Tensor | None,
+) -> torch.Tensor:
+    """a `[M, K]`, b `[N, K]` float8, bias `[N]`, residual `[M, N]` of out_dtype -> `[M, N]` of out_dtype.
+
+    The scales are as in `gemm_fp8_blocks`; p and rng_state as in `twin::bias_dropout_add`, which advances the state.
+    """
+    operands = (a, b, a_scale_inv, b_scale_inv, a_square, b_square)
+    bias_dropout_add_outputs(*operands, bias, residual, out_dtype, p, rng_state)
+    return bias_dropout_add(gemm_fp8_blocks(*operands, None, out_dtype), bias, residual, p, rng_state)

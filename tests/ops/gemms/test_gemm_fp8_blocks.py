@@ -1,5 +1,7 @@
-"""twin::gemm_fp8_blocks: a loop over blocks that follows the contract, dialects that agree, and refusals."""
+"""twin::gemm_fp8_blocks: a loop over blocks that follows the contract, dialects that agree, what is fused, refusals."""
 
+import functools
+import itertools
 from fractions import Fraction
 from typing import Any
 
@@ -8,7 +10,10 @@ import pytest
 import torch
 from shared import scaled_products
 from shared.bits import assert_same_bits
+from shared.determinism import assert_same_again
 
+from optimized.ops.gemms import gemm_fp8_blocks
+from optimized.ops.gemms.gemm_tile import Tile
 from reference.numbers import tensor_core
 from reference.ops.casts.cast_blocks import scale_shape
 
@@ -92,6 +97,96 @@ def test_a_gradient_is_added_to(dtype: torch.dtype) -> None:
     wanted = (out.float() + twin.gemm_fp8_blocks(a, b, sa, sb, False, False, None, torch.float32)).to(dtype)
     twin.gemm_fp8_blocks_accumulate(a, b, sa, sb, False, False, out)
     assert_same_bits(out, wanted)
+
+
+def fused_arguments(m: int, n: int, k: int, squares: tuple[bool, bool], dtype: torch.dtype = BF16) -> tuple[Any, ...]:
+    """Operands, a bias and a residual, some of which are -0, as are sums of +0 with them."""
+    (a, sa), (b, sb) = operand(m, k, squares[0], m), operand(n, k, squares[1], n + 1)
+    a[0] = 0
+    draw = torch.Generator().manual_seed(k)
+    bias, residual = torch.randn(n, generator=draw).to(dtype), torch.randn(m, n, generator=draw).to(dtype)
+    bias[::3], residual[:, ::2] = -0.0, -0.0
+    return a, b, sa, sb, *squares, bias, residual, dtype
+
+
+def check_fused(given: tuple[Any, ...], p: float, parts: str, run: Any = None) -> None:
+    """A fused product is the two ops, of the `parts` that there are: bias, residual. `run`: in place of the op."""
+    *operands, bias, residual, dtype = given
+    addends = bias if "b" in parts else None, residual if "r" in parts else None
+    states = torch.tensor([[0x1234567890ABCDEF, 2**33], [0x1234567890ABCDEF, 2**33]])
+    expected = twin.bias_dropout_add(twin.gemm_fp8_blocks(*operands, None, dtype), *addends, p, states[0])
+    if run is None:
+        found = twin.gemm_fp8_blocks_bias_dropout_add(*operands, *addends, dtype, p, states[1])
+    else:
+        there = [x.cuda() if isinstance(x, torch.Tensor) else x for x in (*operands, *addends, dtype, p, states[1])]
+        found, states[1] = run(*there), there[-1].cpu()
+    assert_same_bits(found, expected, f"{given[0].shape}, p = {p}, {parts}")
+    assert states.tolist() == [[0x1234567890ABCDEF, 2**33 + (p > 0)]] * 2
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32])
+@pytest.mark.parametrize("p", [0.0, 0.25, 1.0])
+def test_bias_dropout_and_residual_after_a_product_are_the_two_ops(p: float, dtype: torch.dtype) -> None:
+    for squares, parts in itertools.product(SQUARES, ("br", "b", "r", "")):
+        check_fused(fused_arguments(37, 48, 144, squares, dtype), p, parts)
+
+
+@pytest.mark.sample(6)
+@pytest.mark.simulated
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("squares", "tile"), [(one, tile) for one in SQUARES for tile in gemm_fp8_blocks.fused_tiles(one)], ids=str
+)
+def test_every_tile_of_the_fused_product(squares: tuple[bool, bool], tile: Tile) -> None:
+    """On ragged shapes, with several tiles a block where there are few blocks."""
+    run = functools.partial(gemm_fp8_blocks.gemm_fp8_blocks_bias_dropout_add, tile=tile)
+    for shape, (p, parts) in itertools.product(
+        ((1, 16, 16), (130, 544, 272), (330, 288, 144)), ((0.3, "br"), (0.3, "r"), (0.0, "br"), (1.0, "br"))
+    ):
+        check_fused(fused_arguments(*shape, squares), p, parts, run)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("squares", SQUARES)
+@pytest.mark.parametrize("p", [0.0, 0.1])
+def test_the_layers_residuals_against_the_kernels_one_by_one(squares: tuple[bool, bool], p: float) -> None:
+    """Large shapes and ragged ones, with several tiles a block; two runs, two streams and a graph."""
+    for m, n, k in ((8192, 4096, 4096), (3001, 3136, 1040), (3001, 3120, 2064)):
+        (a, sa), (b, sb) = operand(m, k, squares[0], 1), operand(n, k, squares[1], 2)
+        bias, residual = (torch.randn(*shape, device="cuda").bfloat16() for shape in ((n,), (m, n)))
+        operands = [x.cuda() for x in (a, b, sa, sb)]
+        states = torch.tensor([[7, 1], [7, 1]]).cuda()
+        tile = gemm_fp8_blocks.fused_tiles(squares)[0]
+        given = (*operands, *squares, bias, residual, BF16, p)
+        found = gemm_fp8_blocks.gemm_fp8_blocks_bias_dropout_add(*given, states[0], tile=tile)
+        x = twin.gemm_fp8_blocks(*operands, *squares, None, BF16)
+        assert torch.equal(
+            found.view(torch.int16), twin.bias_dropout_add(x, bias, residual, p, states[1]).view(torch.int16)
+        )
+        assert torch.equal(states[0], states[1])
+    state = torch.tensor([7, 1]).cuda()
+    assert_same_again(lambda: twin.gemm_fp8_blocks_bias_dropout_add(*given, state.clone()))
+
+
+def test_opcheck() -> None:
+    given = fused_arguments(37, 48, 144, (False, True))
+    tests = ("test_autograd_registration", "test_faketensor")  # the others compare FP8 with `allclose`
+    op = twin.gemm_fp8_blocks_bias_dropout_add.default
+    torch.library.opcheck(op, (*given, 0.5, torch.tensor([1, 2])), test_utils=tests)
+
+
+def test_refusals_of_the_fused_product() -> None:
+    op, (*operands, bias, residual, dtype) = (
+        twin.gemm_fp8_blocks_bias_dropout_add,
+        fused_arguments(8, 32, 16, (False, True)),
+    )
+    start = "^twin::gemm_fp8_blocks_bias_dropout_add: "
+    with pytest.raises(ValueError, match=f"{start}residual must be .*bfloat16 .*; got torch.float32"):
+        op(*operands, bias, residual.float(), dtype, 0.0, None)
+    with pytest.raises(ValueError, match=f"{start}bias must be "):
+        op(*operands, bias[:16], residual, dtype, 0.0, None)
+    with pytest.raises(ValueError, match=f"{start}a dropout probability of 0.5 needs rng_state"):
+        op(*operands, bias, residual, dtype, 0.5, None)
 
 
 @pytest.mark.parametrize(
