@@ -241,7 +241,7 @@ def gemm_fp8_blocks_bias_dropout_add(
     # The kernel counts groups of eight elements in 32 bits.
     apart = drop and (out.numel() >= 2**35 or (tile is None and m >= 2048 and k < 2048))
     if apart or residual is None or out_dtype == torch.float32 or not out.numel() * k:
-        x = gemm_fp8_blocks_tiled(*operands, None, out_dtype, _tile(a, b, _COSTS[b_square]))
+        x = gemm_fp8_blocks_tiled(*operands, None, out_dtype, _tile(a, b, _COSTS[a_square, b_square]))
         dropout.run(out, x, bias, residual, p, rng_state)
     else:
         tile = tile or _tile(a, b, _FUSED[a_square, b_square])
