@@ -22,7 +22,7 @@ import torch
 from reference.ops.library import twin
 from reference.recipes.base import Format, MMParams, QParams, Recipe, check_recipe
 from reference.recipes.quantized import Operand, Quantized, cast_together, dgrad, fprop, per_tensor
-from reference.recipes.quantizer import ActivationPlan, Produced, Quantizer
+from reference.recipes.quantizer import ActivationPlan, NormPlan, Produced, Quantizer
 from reference.recipes.roles import Role
 
 _FAST, _SPLIT = MMParams(use_split_accumulator=False), MMParams()
@@ -131,6 +131,18 @@ class Current(Quantizer):
             return super().quantize_together(others, xs)
         scales = twin.multi_current_scale(xs, False, *self.how)
         return cast_together(xs, [scales] * len(xs), [], list(range(len(xs))), self.dtype)
+
+    def norm(
+        self,
+        x: torch.Tensor,
+        gamma: torch.Tensor,
+        beta: torch.Tensor | None,
+        plan: NormPlan,
+        dtype: torch.dtype,
+        transpose: bool,
+    ) -> tuple[Quantized, torch.Tensor, torch.Tensor]:
+        y, mean, rstd, scale = twin.norm_scale(x, gamma, beta, *plan, dtype, *self.how)
+        return self._cast(y, scale, transpose), mean, rstd
 
     def activation(
         self, x: Quantized, w: Quantized, bias: torch.Tensor | None, plan: ActivationPlan, transpose: bool
