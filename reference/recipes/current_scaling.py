@@ -8,6 +8,9 @@ are cast, because the scale depends on all of them; delayed scaling casts them f
 of the fp32 numbers all the same (`twin::activation_scale`): Transformer Engine takes it in the activation's kernel. A
 norm's and a gradient's amax is that of the rounded numbers, there as here. GEMMs are those of delayed scaling.
 
+What is made here leaves its amax in passing (`twin::norm_scale`, `twin::activation_backward_scale`), or is made twice
+and not written (`twin::activation_scale_cast_transpose`). What others made is read twice.
+
 Names, defaults and meaning are Transformer Engine's (`transformer_engine.common.recipe.Float8CurrentScaling`), whose y,
 dx and dw of a `Linear`, recorded on an H200, agree in every bit.
 """
