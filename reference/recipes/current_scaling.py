@@ -8,6 +8,9 @@ are cast, because the scale depends on all of them; delayed scaling casts them f
 of the fp32 numbers all the same (`twin::activation_scale`): Transformer Engine takes it in the activation's kernel. A
 norm's and a gradient's amax is that of the rounded numbers, there as here. GEMMs are those of delayed scaling.
 
+What is made here leaves its amax in passing (`twin::norm_scale`, `twin::activation_backward_scale`), or is made twice
+and not written (`twin::activation_scale_cast_transpose`). What others made is read twice.
+
 Names, defaults and meaning are Transformer Engine's (`transformer_engine.common.recipe.Float8CurrentScaling`), whose y,
 dx and dw of a `Linear`, recorded on an H200, agree in every bit.
 """
@@ -22,7 +25,7 @@ import torch
 from reference.ops.library import twin
 from reference.recipes.base import Format, MMParams, QParams, Recipe, check_recipe
 from reference.recipes.quantized import Operand, Quantized, cast_together, dgrad, fprop, per_tensor
-from reference.recipes.quantizer import ActivationPlan, Produced, Quantizer
+from reference.recipes.quantizer import ActivationPlan, NormPlan, Produced, Quantizer
 from reference.recipes.roles import Role
 
 _FAST, _SPLIT = MMParams(use_split_accumulator=False), MMParams()
@@ -131,6 +134,18 @@ class Current(Quantizer):
             return super().quantize_together(others, xs)
         scales = twin.multi_current_scale(xs, False, *self.how)
         return cast_together(xs, [scales] * len(xs), [], list(range(len(xs))), self.dtype)
+
+    def norm(
+        self,
+        x: torch.Tensor,
+        gamma: torch.Tensor,
+        beta: torch.Tensor | None,
+        plan: NormPlan,
+        dtype: torch.dtype,
+        transpose: bool,
+    ) -> tuple[Quantized, torch.Tensor, torch.Tensor]:
+        y, mean, rstd, scale = twin.norm_scale(x, gamma, beta, *plan, dtype, *self.how)
+        return self._cast(y, scale, transpose), mean, rstd
 
     def activation(
         self, x: Quantized, w: Quantized, bias: torch.Tensor | None, plan: ActivationPlan, transpose: bool

@@ -3,6 +3,7 @@
 //     layernorm: mean = rowsum(x) / n, xc = x - mean         rmsnorm: xc = x, no mean, no bias
 //     rstd = 1 / sqrt(rowsum(xc * xc) / n + eps)             IEEE division and square root
 //     y = ((xc * rstd) * gamma) + beta                       fp32, each operation rounded; one rounding to `out`
+//     partial[b] = max |y| of block b                        AMAX: of the rounded numbers, NaN ignored
 //
 // x, y [rows, hidden], x of type WIDE, y of type `out`; hidden a multiple of 8; rows 16-byte aligned. weight, bias
 // [hidden] of type `parameters`; gamma is weight, or weight + 1. mean, rstd fp32 [rows]. rowsum: norm_row.cuh.
@@ -15,6 +16,10 @@
 #include "norm_row.cuh"
 #ifdef ROW_WARPS
 #include "norm_held.cuh"
+#endif
+#ifdef AMAX
+#include "common/current_scale.cuh"
+#include "ptx/grid.cuh"
 #endif
 
 using namespace twin;
@@ -40,12 +45,27 @@ __device__ __forceinline__ void store_output(void* y, int out, size_t at, const 
     }
 }
 
+#ifdef AMAX
+__device__ __forceinline__ float rounded(float v, int out) {
+    if (out == 0) return v;
+    return out == 1 ? __uint_as_float(static_cast<unsigned>(cvt_bf16_f32(v)) << 16) : cvt_f32_f16(cvt_f16_f32(v));
+}
+#endif
+
 extern __shared__ float affine[];  // gamma and beta
 
 extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
+#ifdef AMAX
+    norm_rows(const wide_t* __restrict__ x, const void* __restrict__ weight, const void* __restrict__ bias,
+              void* __restrict__ y, float* __restrict__ mean, float* __restrict__ rstd, int rows, int hidden, float eps,
+              int zero_centered, int parameters, int out, float* __restrict__ partial) {
+    let_next_grid_start();  // `total` of casts/current_scale.cu
+    float amax = 0.0f;
+#else
     norm_rows(const wide_t* __restrict__ x, const void* __restrict__ weight, const void* __restrict__ bias,
               void* __restrict__ y, float* __restrict__ mean, float* __restrict__ rstd, int rows, int hidden, float eps,
               int zero_centered, int parameters, int out) {
+#endif
     __shared__ Slots slots[ROWS];
     const int group = threadIdx.x / (32 * ROW_WARPS);
     const int step = gridDim.x * ROWS;
@@ -68,10 +88,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
         turn ^= 1;
         row.store_statistics(mean, rstd, index, held);
         const size_t start = static_cast<size_t>(index) * held.hidden + held.first;
-        row.for_each_output(affine, held,
-                            [&](int i, const float (&v)[8]) { store_output(y, out, start + kStripe * i, v); });
+        row.for_each_output(affine, held, [&](int i, const float (&v)[8]) {
+            store_output(y, out, start + kStripe * i, v);
+#ifdef AMAX
+#pragma unroll
+            for (int j = 0; j < 8; j++) amax = larger(amax, v[j]);
+#endif
+        });
         packed = next;
     }
+#ifdef AMAX
+    // Rounding keeps the order of numbers: the amax of rounded ones is the amax, rounded.
+    amax = largest_of_block<kThreads / 32>(rounded(amax, out));
+    if (threadIdx.x == 0) partial[blockIdx.x] = amax;
+#endif
 }
 
 #else

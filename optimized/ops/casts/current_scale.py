@@ -36,10 +36,15 @@ def total(partial: torch.Tensor, scale: torch.Tensor, *how: *Scale) -> None:
 def current_scale(x: torch.Tensor, *how: *Scale) -> torch.Tensor:
     """x `[rows, cols]`, fp32, bf16 or fp16 -> the scale for a cast to `dtype`, fp32 `[1]`."""
     scale = outputs(x, *how)
+    run(scale, x, *how)
+    return scale
+
+
+def run(scale: torch.Tensor, x: torch.Tensor, *how: *Scale) -> None:
+    """`current_scale` on checked arguments, into `scale` `[1]`."""
     x = aligned(x)
     blocks = amax_blocks(x)
     partial = scale.new_empty(blocks)
     args = (x.data_ptr(), partial.data_ptr(), np.int64(x.numel()))
     launch.launch(_kernels[x.dtype], (blocks,), (THREADS,), args, device=x.device.index)
     total(partial, scale, *how)
-    return scale

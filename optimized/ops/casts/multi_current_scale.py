@@ -27,8 +27,8 @@ def multi_current_scale(xs: list[torch.Tensor], joined: bool, *how: *Scale) -> t
     """xs `[rows, cols]` each, of one dtype -> the scales for casts to `dtype`, fp32 `[len(xs)]`; joined: `[1]`."""
     scale = outputs(xs, joined, *how)
     read = [aligned(x) for x in xs]  # kept until the launches
-    # Every matrix has as many blocks, so that the place of a block's amax says whose it is.
-    blocks = amax_blocks(max(read, key=torch.Tensor.numel), min(len(read), CAPACITY))
+    # As many blocks for each, so that the place of an amax says whose it is; `total` reads four at a time.
+    blocks = -(-amax_blocks(max(read, key=torch.Tensor.numel), min(len(read), CAPACITY)) // 4) * 4
     partial = scale.new_empty(len(read), blocks)
     for start in range(0, len(read), CAPACITY):
         part = read[start : start + CAPACITY]

@@ -1,5 +1,6 @@
-"""`twin::norm` on the GPU, LayerNorm and RMSNorm: kernels/norms/norm.cu. Semantics, and the order of the sums:
-`reference.ops.norms.norm`. kernels/norms/norm_row.cuh has a table of the norms' kernels.
+"""`twin::norm` and `twin::norm_scale` on the GPU, LayerNorm and RMSNorm: kernels/norms/norm.cu; the kernel `total` of
+kernels/casts/current_scale.cu finishes scales. Semantics, and the order of the sums: `reference.ops.norms.norm`.
+kernels/norms/norm_row.cuh has a table of the norms' kernels.
 """
 
 import functools
@@ -9,10 +10,12 @@ import numpy as np
 import torch
 
 from optimized.cuda import launch
+from optimized.ops.casts import current_scale
 from optimized.ops.casts.amax import WIDE, aligned, pointer
-from reference.ops.casts.cast_transpose import Three
+from reference.ops.casts.cast_transpose import Four, Three
+from reference.ops.casts.current_scale import Scale
 from reference.ops.library import on_cuda
-from reference.ops.norms.norm import KINDS, norm_outputs
+from reference.ops.norms.norm import KINDS, norm_outputs, norm_scale_outputs
 
 Defines = dict[str, int | str]
 
@@ -45,8 +48,9 @@ def defines(x: torch.dtype, kind: str, warps: int, hidden: int) -> Defines:
 
 
 @functools.cache
-def rows_kernel(x: torch.dtype, kind: str, warps: int, hidden: int) -> launch.Kernel:
-    return launch.function("norm", "norm_rows", defines(x, kind, warps, hidden), _SHARED)
+def rows_kernel(x: torch.dtype, kind: str, warps: int, hidden: int, amax: bool = False) -> launch.Kernel:
+    more: Defines = {"AMAX": 1} if amax else {}
+    return launch.function("norm", "norm_rows", {**defines(x, kind, warps, hidden), **more}, _SHARED)
 
 
 @functools.cache
@@ -56,8 +60,8 @@ def _any_kernel(x: torch.dtype, kind: str, vector: int) -> launch.Kernel:
 
 CONFIGURATIONS = [
     *(
-        rows_kernel(x, kind, warps, 1024 * warps - short).configuration
-        for x, kind, warps, short in itertools.product(WIDE, KINDS, ROW_WARPS, (0, 8))
+        rows_kernel(x, kind, warps, 1024 * warps - short, amax).configuration
+        for amax, x, kind, warps, short in itertools.product((False, True), WIDE, KINDS, ROW_WARPS, (0, 8))
         if short or x != torch.float32
     ),
     *(_any_kernel(*case).configuration for case in itertools.product(WIDE, KINDS, (0, 1))),
@@ -72,11 +76,15 @@ def normalize(
     eps: float,
     zero_centered: bool,
     kind: str,
-) -> None:
-    """Compute `norm` on checked arguments; `out` is (y, mean, rstd)."""
+    amax: bool = False,
+) -> torch.Tensor | None:
+    """Compute `norm` on checked arguments; `out` is (y, mean, rstd).
+
+    With `amax` it returns those of y's parts, fp32, where the kernel for such rows finds them; else None.
+    """
     rows, hidden = x.shape
     if rows == 0:
-        return
+        return None
     x, weight, bias = aligned(x), aligned(weight), aligned(bias)
     inputs = (x.data_ptr(), weight.data_ptr(), pointer(bias))
     results = (out[0].data_ptr(), out[1].data_ptr(), out[2].data_ptr())
@@ -84,7 +92,7 @@ def normalize(
     args = (*inputs, *results, np.int32(rows), np.int32(hidden), *options)
     warps = row_warps(hidden)
     if warps is not None:
-        kernel = rows_kernel(x.dtype, kind, warps, hidden)
+        kernel = rows_kernel(x.dtype, kind, warps, hidden, amax)
         in_block = int(kernel.defines["ROWS"])
         # The blocks are persistent: as many as run at once, or a few less if each then has as many rows.
         at_once = int(kernel.defines["BLOCKS"]) * launch.processors(x.device.index)
@@ -93,10 +101,13 @@ def normalize(
         even = parts // turns
         grid = even if parts % turns == 0 and 16 * even >= 15 * at_once else min(parts, at_once)
         threads = 32 * warps * in_block
-        launch.launch(kernel, (grid,), (threads,), args, smem=8 * hidden, device=x.device.index)
-    else:
-        kernel = _any_kernel(x.dtype, kind, int(hidden % 8 == 0))
-        launch.launch(kernel, (rows,), (_ANY_THREADS,), args, device=x.device.index)
+        partial = out[1].new_empty(grid) if amax else None
+        more = () if partial is None else (partial.data_ptr(),)
+        launch.launch(kernel, (grid,), (threads,), (*args, *more), smem=8 * hidden, device=x.device.index)
+        return partial
+    kernel = _any_kernel(x.dtype, kind, int(hidden % 8 == 0))
+    launch.launch(kernel, (rows,), (_ANY_THREADS,), args, device=x.device.index)
+    return None
 
 
 @on_cuda
@@ -113,3 +124,24 @@ def norm(
     out = norm_outputs(x, weight, bias, eps, zero_centered, kind, out_dtype)
     normalize(out, x, weight, bias, eps, zero_centered, kind)
     return out
+
+
+@on_cuda
+def norm_scale(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    zero_centered: bool,
+    kind: str,
+    out_dtype: torch.dtype,
+    *how: *Scale,
+) -> Four:
+    """`x` `[rows, hidden]` -> (y, mean, rstd as in `norm`, the scale for a cast of y to `dtype`, fp32 `[1]`)."""
+    y, mean, rstd, scale = norm_scale_outputs(x, weight, bias, eps, zero_centered, kind, out_dtype, *how)
+    partial = normalize((y, mean, rstd), x, weight, bias, eps, zero_centered, kind, True)
+    if partial is None:
+        current_scale.run(scale, y, *how)
+    else:
+        current_scale.total(partial, scale, *how)
+    return y, mean, rstd, scale

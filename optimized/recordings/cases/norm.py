@@ -1,4 +1,4 @@
-"""Cases of `norm` and of its backward; those of `twin parity` have the cast to FP8, too."""
+"""Cases of `norm`, with its scale too, and of its backward; those of `twin parity` have the cast to FP8, too."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -6,7 +6,7 @@ from itertools import product
 
 import torch
 
-from optimized.recordings.calls import BF16, FP16, FP32, Call, Calls, Inputs
+from optimized.recordings.calls import BF16, E4M3, E5M2, FP16, FP32, Call, Calls, Inputs
 from optimized.recordings.case import FP8, WIDE, Case, Outputs, named, numbers, short, state
 from reference.numbers import philox
 from reference.ops.norms.norm import KINDS
@@ -35,12 +35,21 @@ def _norm(shape: tuple[int, int], dtype: torch.dtype, kind: str, device: torch.d
     return found
 
 
+def _norm_scale(shape: tuple[int, int], dtype: torch.dtype, kind: str, device: torch.device) -> Outputs:
+    x = numbers(shape, dtype, 106).to(device)
+    weight = philox.normal((shape[1],), 1.0, 0.3, seed=107).to(dtype).to(device)
+    beta = weight if kind == "layernorm" else None
+    return named("y mean rstd scale", twin.norm_scale(x, weight, beta, EPSILON, False, kind, dtype, E4M3, False, 0.0))
+
+
 def cases() -> Iterator[Case]:
     """Norms: forward, backward, and forward to FP8."""
     for kind, dtype in product(KINDS, WIDE):
         for shape in ((1, 16), (7, 80), (34, 201), (66, 1040), (5, 4096), (1000, 2048)):
             size = "x".join(map(str, shape))
             yield Case(kind, f"{short(dtype)} {size}", partial(_norm, shape, dtype, kind), live=shape[0] > 500)
+            run = partial(_norm_scale, shape, dtype, kind)
+            yield Case(f"{kind} and its scale", f"{short(dtype)} {size}", run, live=True)
 
 
 def _both(
@@ -61,6 +70,7 @@ def _both(
     )
     forward = (x, weight, bias if kind == "layernorm" else None, EPSILON, zero_centered, kind, out or dtype)
     yield Call(twin.norm, forward)
+    yield Call(twin.norm_scale, (*forward, E5M2 if zero_centered else E4M3, zero_centered, 0.0))
     _, mean, rstd = twin.norm(*forward)
     rest = (zero_centered, kind, residual if zero_centered else None)
     yield Call(twin.norm_backward, (grad, x, weight, mean, rstd, *rest))
@@ -96,5 +106,6 @@ def sized(c: Inputs, rows: int, cols: int) -> Calls:
         x, weight = c.x(rows, cols, dtype=dtype), c.x(cols, dtype=dtype)
         bias, means = (weight, rows) if kind == "layernorm" else (None, 0)
         yield Call(twin.norm, (x, weight, bias, EPSILON, False, kind, dtype))
+        yield Call(twin.norm_scale, (x, weight, bias, EPSILON, False, kind, dtype, E4M3, False, 0.0))
         saved = c.x(means, dtype=FP32), c.positive(rows)
         yield Call(twin.norm_backward, (x, x, weight, *saved, False, kind, None))

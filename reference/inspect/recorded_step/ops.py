@@ -47,6 +47,7 @@ RESULTS = {
     "activation_cast_transpose": _CAST,
     "activation_backward_cast_transpose_dbias": (*_CAST, "dbias"),
     "norm": ("out", "mean", "rstd"),
+    "norm_scale": ("out", "mean", "rstd", "scale"),
     "norm_cast_transpose": (*_CAST, "mean", "rstd"),
     "norm_backward": ("dx", "dweight", "dbias"),
     "gemm_fp8_activation": ("h", *_CAST),

@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm: `twin::norm`, `twin::norm_cast_transpose`, `twin::norm_backward`.
+"""LayerNorm and RMSNorm: `twin::norm`, `twin::norm_scale`, `twin::norm_cast_transpose`, `twin::norm_backward`.
 
 x is `[rows, hidden]`; weight and bias `[hidden]`. Each operation is one of fp32 and rounds once; there is no fma. With
 `n = fp32(hidden)`, `rowsum` as below, and gamma = weight, or weight + 1 where `zero_centered`:
@@ -9,8 +9,9 @@ x is `[rows, hidden]`; weight and bias `[hidden]`. Each operation is one of fp32
                 xhat = xc · rstd
                 y    = xhat · gamma + bias                  y  = xhat · gamma
 
-`norm` rounds y once to `out_dtype`. `norm_cast_transpose` casts the fp32 y, so FP8 codes do not pass through 16 bits,
-and records the amax of that y. Backward, where grad is the gradient of y:
+`norm` rounds y once to `out_dtype`; `norm_scale` also gives `twin::current_scale` of that y. `norm_cast_transpose`
+casts the fp32 y, so FP8 codes do not pass through 16 bits, and records the amax of that y. Backward, where grad is the
+gradient of y:
 
     g  = grad · gamma      c1 = rowsum(g) / n (0 for rmsnorm: not subtracted)      c2 = rowsum(g · xhat) / n
     dx = rstd · ((g - c1) - xhat · c2)                      rounded to x's dtype
@@ -33,8 +34,10 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import torch
 
+from reference.numbers import formats
 from reference.ops.casts.cast import Scaling, cast_rows, check_cast
-from reference.ops.casts.cast_transpose import Three, cast_outputs, transpose_codes
+from reference.ops.casts.cast_transpose import Four, Three, cast_outputs, transpose_codes
+from reference.ops.casts.current_scale import Scale, check_scale, scale_of
 from reference.ops.checks import check_input, check_like, check_wide
 from reference.ops.library import define
 
@@ -152,6 +155,22 @@ def norm_outputs(
     return x.new_empty(x.shape, dtype=out_dtype), *_statistics(x, kind)
 
 
+def norm_scale_outputs(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    zero_centered: bool,
+    kind: str,
+    out_dtype: torch.dtype,
+    *scale: *Scale,
+) -> Four:
+    check_norm("twin::norm_scale", x, weight, bias, eps, kind)
+    check_wide("twin::norm_scale", "out_dtype", out_dtype)
+    check_scale("twin::norm_scale", *scale)
+    return x.new_empty(x.shape, dtype=out_dtype), *_statistics(x, kind), x.new_empty(1, dtype=torch.float32)
+
+
 def norm_cast_transpose_outputs(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -245,6 +264,27 @@ def norm(
     out = norm_outputs(x, weight, bias, eps, zero_centered, kind, out_dtype)
     normalize(out, x, weight, bias, eps, zero_centered, kind)
     return out
+
+
+@define(norm_scale_outputs)
+def norm_scale(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    zero_centered: bool,
+    kind: str,
+    out_dtype: torch.dtype,
+    dtype: torch.dtype,
+    power_of_two: bool,
+    epsilon: float,
+) -> Four:
+    """`x` `[rows, hidden]` -> (y, mean, rstd as in `norm`, the scale for a cast of y to `dtype`, fp32 `[1]`)."""
+    how = (dtype, power_of_two, epsilon)
+    y, mean, rstd, scale = norm_scale_outputs(x, weight, bias, eps, zero_centered, kind, out_dtype, *how)
+    normalize((y, mean, rstd), x, weight, bias, eps, zero_centered, kind)
+    scale.copy_(scale_of(formats.amax(y), *how))
+    return y, mean, rstd, scale
 
 
 @define(norm_cast_transpose_outputs, mutates=("amax_history",))

@@ -289,6 +289,19 @@ def test_the_cast_is_of_the_fp32_result(kind, rows, out):
         assert not torch.equal(q.view(torch.uint8), through_bf16.view(torch.uint8))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("out", formats.WIDE_DTYPES)
+def test_the_scale_is_that_of_the_rounded_numbers(kind, out):
+    for rows, how in ((33, (E4M3, False, 0.0)), (5, (E5M2, True, 1e-3)), (0, (E4M3, False, 2.0))):
+        x = values(rows, 48, FP32, seed=rows)
+        weight, bias = parameters(48, kind, BF16)
+        *found, scale = twin.norm_scale(x, weight, bias, 1e-5, True, kind, out, *how)
+        expected = twin.norm(x, weight, bias, 1e-5, True, kind, out)
+        for name, a, b in zip(("y", "mean", "rstd"), found, expected, strict=True):
+            assert_same_bits(a, b, name)
+        assert_same_bits(scale, twin.current_scale(expected[0], *how), "scale")
+
+
 def test_the_residuals_gradient_is_added_after_a_rounding():
     x, grad, residual = (values(40, 64, BF16, seed=n) for n in range(3))
     weight, _ = parameters(64, "rmsnorm", BF16)
@@ -341,6 +354,7 @@ def test_opcheck():
         x = values(rows, 32, dtype)
         weight, bias = parameters(32, kind, dtype)
         torch.library.opcheck(twin.norm.default, (x, weight, bias, 1e-5, False, kind, BF16))
+        torch.library.opcheck(twin.norm_scale.default, (x, weight, bias, 1e-5, False, kind, BF16, E4M3, True, 0.5))
         arguments = (x, weight, bias, 1e-5, True, kind, torch.ones(2), torch.zeros(3, 2), 1, E4M3)
         torch.library.opcheck(twin.norm_cast_transpose.default, arguments)
         _, mean, rstd = twin.norm(x, weight, bias, 1e-5, False, kind, BF16)
@@ -390,6 +404,7 @@ def check(op, *arguments):
 
 def check_all(x, grad, weight, bias, kind, zero_centered, out, residual=None, eps=1e-5):
     check(twin.norm, x, weight, bias, eps, zero_centered, kind, out)
+    check(twin.norm_scale, x, weight, bias, eps, zero_centered, kind, out, E4M3, False, 0.0)
     if x.shape[1] % 16 == 0:
         scale = torch.tensor([3.0, 0.37])
         history = torch.full((4, 2), 0.125)
@@ -488,6 +503,7 @@ def test_every_configuration_to_its_end(kind, dtype, short):
         x = wide_values(83, hidden, dtype, warps)
         weight, bias = shifted_parameters(hidden, BF16, kind, warps)
         check(twin.norm, x[:9], weight, bias, 1e-5, False, kind, dtype)
+        check(twin.norm_scale, x[:9], weight, bias, 1e-5, False, kind, dtype, E4M3, False, 0.0)
     for stripes, cluster in norm_cast_transpose.SHAPES:
         hidden = 512 * stripes * cluster - short
         assert norm_cast_transpose.tile_shape(dtype, kind, hidden)[:2] == (stripes, cluster)

@@ -1,4 +1,4 @@
-"""`twin::norm`, `twin::norm_cast_transpose`, `twin::norm_backward`: each call that is refused, and its sentence."""
+"""`twin::norm` and its relatives: each call that is refused, and its sentence."""
 
 import re
 
@@ -10,6 +10,10 @@ BF16 = torch.bfloat16
 twin = torch.ops.twin
 GOOD = {
     "norm": [torch.zeros(4, 32), torch.ones(32), torch.ones(32), 1e-5, False, "layernorm", BF16],
+    "norm_scale": [
+        *[torch.zeros(4, 32), torch.ones(32), torch.ones(32), 1e-5, False, "layernorm", BF16],
+        *[E4M3, False, 0.0],
+    ],
     "norm_cast_transpose": [
         *[torch.zeros(4, 32), torch.ones(32), torch.ones(32), 1e-5, False, "layernorm"],
         *[torch.ones(3), torch.zeros(5, 3), 1, E4M3],
@@ -40,6 +44,10 @@ REFUSALS = [
     ("norm", 5, "batchnorm", "kind must be 'layernorm' or 'rmsnorm'; got 'batchnorm'."),
     ("norm", 5, "rmsnorm", "bias must be None for kind 'rmsnorm'; got a tensor."),
     ("norm", 6, E4M3, "out_dtype must be torch.float32, torch.bfloat16 or torch.float16; got torch.float8_e4m3fn."),
+    ("norm_scale", 5, "rmsnorm", "bias must be None for kind 'rmsnorm'; got a tensor."),
+    ("norm_scale", 6, E4M3, "out_dtype must be torch.float32, torch.bfloat16 or torch.float16; got torch.float8_e4m3"),
+    ("norm_scale", 7, BF16, "dtype must be torch.float8_e4m3fn or torch.float8_e5m2; got torch.bfloat16."),
+    ("norm_scale", 9, -1.0, "epsilon=-1.0; a finite number of fp32, from 0 on, is accepted."),
     ("norm_cast_transpose", 5, "rmsnorm", "bias must be None for kind 'rmsnorm'; got a tensor."),
     ("norm_cast_transpose", 8, 3, "column must be from 0 to 2, the columns of scale; got 3."),
     ("norm_cast_transpose", 9, BF16, "dtype must be torch.float8_e4m3fn or torch.float8_e5m2; got torch.bfloat16."),
