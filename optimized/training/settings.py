@@ -14,6 +14,7 @@ from reference.recipe import (
     DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
+    Float8RowwiseScaling,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
     Recipe,
@@ -30,6 +31,8 @@ RECIPES: dict[str, Callable[["Settings"], Recipe | None]] = {
     "delayed": lambda settings: DelayedScaling(amax_history_len=settings.amax_history_len),
     "current": lambda settings: Float8CurrentScaling(),
     "block": lambda settings: Float8BlockScaling(),
+    "rowwise": lambda settings: Float8RowwiseScaling(),
+    "rowwise_with_gw_hp": lambda settings: Float8RowwiseScaling(weight_gradient="high_precision"),
     "mxfp8": lambda settings: MXFP8BlockScaling(),
     "nvfp4": lambda settings: NVFP4BlockScaling(),
 }

@@ -20,7 +20,10 @@ GEMMS: dict[str, tuple[str, ...]] = {
 """Role → the products that read it."""
 
 
-_SWITCHES = ("disable_rht", "disable_stochastic_rounding", "disable_2d_quantization", "enable_2d_quantization")
+_SWITCHES = (
+    *("disable_rht", "disable_stochastic_rounding", "disable_2d_quantization", "enable_2d_quantization"),
+    "high_precision_weight_gradient",
+)
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ from reference.recipe import Recipe
 from reference.recipes.block_scaling import ROWS, SQUARES
 from reference.recipes.quantized import NUMBERS, PER_TENSOR, PLAIN, Operand, Quantized
 from reference.recipes.quantizer import Quantizer
+from reference.recipes.rowwise_scaling import ROWWISE
 from reference.support.nested import Form, Tensors
 
 __all__ = ["Sample", "Statistics", "collect_stats"]
@@ -41,6 +42,7 @@ __all__ = ["Sample", "Statistics", "collect_stats"]
 STATISTICS: dict[str, Callable[[torch.Tensor, Operand], tuple[torch.Tensor, torch.Tensor]]] = {
     PLAIN: lambda x, row: twin.cast_stats(x, None, None),
     PER_TENSOR: lambda x, row: twin.cast_stats(x, row.codes, row.scales),
+    ROWWISE: lambda x, row: twin.cast_stats(x, row.codes, row.scales),
     ROWS: lambda x, row: twin.cast_stats_blocks(x, row.codes, row.scales, False),
     SQUARES: lambda x, row: twin.cast_stats_blocks(x, row.codes, row.scales, True),
 }

@@ -36,6 +36,16 @@ def check_like(
         )
 
 
+def check_scale_inv(op: str, scale_inv: torch.Tensor, rows: int, device: torch.device) -> None:
+    """Refuse a scale_inv that is neither one fp32 number nor one for each row."""
+    fits = scale_inv.dim() == 1 and len(scale_inv) in (1, rows) and scale_inv.is_contiguous()
+    if not fits or scale_inv.dtype is not torch.float32 or scale_inv.device != device:
+        raise ValueError(
+            f"{op}: scale_inv must be contiguous torch.float32 [1] or [{rows}] on {device}; got {scale_inv.dtype} "
+            f"{list(scale_inv.shape)} on {scale_inv.device}, strides {scale_inv.stride()}."
+        )
+
+
 def check_each(
     op: str,
     name: str,

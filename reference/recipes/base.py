@@ -165,6 +165,11 @@ class Recipe:
         """How the GEMMs of a layer's linear map accumulate."""
         return Accumulation()
 
+    @property
+    def reads_dtype(self) -> bool:
+        """Whether a backward reads tensors in the activation dtype, so that quantizers depend on it."""
+        return self.backward_override is not None
+
     def quantizers(self, roles: Roles, forward: Any, backward: Any, dtype: torch.dtype) -> dict[str, Quantizer]:
         """Role's name → quantizer; `backward_override` leaves the forward alone in FP8.
 

@@ -17,8 +17,8 @@ Class = TypeVar("Class", bound=type)
 
 OPS = "each operation of te.ops is a plain module, and there is no operation fuser"
 RECIPES = (
-    "te.recipe has DelayedScaling, Float8CurrentScaling and Float8BlockScaling, and on a CPU MXFP8BlockScaling and "
-    "NVFP4BlockScaling"
+    "te.recipe has DelayedScaling, Float8CurrentScaling, Float8BlockScaling and Float8RowwiseScaling, and on a CPU "
+    "MXFP8BlockScaling and NVFP4BlockScaling"
 )
 QUANTIZED = "te.Float8Tensor, with one scale for all of it, is the quantized tensor there is"
 _STORAGE = "there are no storages apart from tensors; inside of layers an FP8 matrix is a tuple of codes and scales"

@@ -17,7 +17,14 @@ from optimized.ops.casts import cat_cast_transpose, multi_cast_transpose, multi_
 from optimized.ops.gemms import gemm_fused, gemm_operands
 from optimized.ops.optimizers import adafactor, adam, adam_states, clip_grads, grad_norm, sgd
 
-GEMMS = ("gemm_fp8", "gemm_fp8_blocks", "gemm_fp8_blocks_fused", "gemm_fp8_fused", "gemm_fp8_split_k")
+GEMMS = (
+    "gemm_fp8",
+    "gemm_fp8_blocks",
+    "gemm_fp8_blocks_fused",
+    "gemm_fp8_fused",
+    "gemm_fp8_rowwise",
+    "gemm_fp8_split_k",
+)
 OPTIONS = ("BIAS", "SINK", "LENGTHS", "PACKED")  # that Arguments depends on
 STRIDES = {"mask_strides": "mask_b", "out_strides": "out_b", "bias_strides": "bias_b", "slope_strides": "slope_b"}
 LAST = "everything before holds"

@@ -29,6 +29,8 @@ RECIPES = {
     "current, e4m3": te.recipe.Float8CurrentScaling(fp8_format=E4M3),
     "forward alone": te.DelayedScaling(backward_override="high_precision", **DELAYED),
     "current, forward alone": te.recipe.Float8CurrentScaling(backward_override="high_precision"),
+    "rowwise": te.recipe.Float8RowwiseScaling(),
+    "rowwise, wide gradient": te.recipe.Float8RowwiseScaling(weight_gradient="high_precision"),
     "current, dequantized": te.recipe.Float8CurrentScaling(backward_override="dequantized"),
 }
 BAD = (math.inf, -math.inf, math.nan)

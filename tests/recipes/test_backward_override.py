@@ -24,6 +24,7 @@ DEQUANTIZED = {
     "current": te.recipe.Float8CurrentScaling(backward_override="dequantized"),
     "block": te.recipe.Float8BlockScaling(backward_override="dequantized"),
     "block, fp32": te.recipe.Float8BlockScaling(use_f32_scales=True, backward_override="dequantized"),
+    "rowwise": te.recipe.Float8RowwiseScaling(backward_override="dequantized"),
     "mxfp8": te.recipe.MXFP8BlockScaling(backward_override="dequantized"),
     "nvfp4": te.recipe.NVFP4BlockScaling(backward_override="dequantized"),
 }

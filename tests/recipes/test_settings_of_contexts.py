@@ -17,6 +17,7 @@ from reference.recipe import (
     DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
+    Float8RowwiseScaling,
     Format,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
@@ -144,6 +145,9 @@ CALLS: dict[str, tuple[Any, Run, list[dict[str, Any]]]] = {
         Float8BlockScaling, of_recipe(Float8BlockScaling), [{}, {"w_block_scaling_dim": 1}],
     ),
     "Float8CurrentScaling": (Float8CurrentScaling, of_recipe(Float8CurrentScaling), [{}]),
+    "Float8RowwiseScaling": (
+        Float8RowwiseScaling, of_recipe(Float8RowwiseScaling), [{}, {"weight_gradient": "high_precision"}],
+    ),
     "MXFP8BlockScaling": (MXFP8BlockScaling, of_recipe(MXFP8BlockScaling), [{}]),
     "NVFP4BlockScaling": (NVFP4BlockScaling, of_recipe(NVFP4BlockScaling), [{}]),
     "autocast": (
@@ -186,7 +190,7 @@ VALUES: dict[str, list[Any]] = {
     "page_size": [1], "max_ctx_len": [5], "qkv_format": ["sbhd"], "custom_cache_manager": ["one"],
     "scale": [torch.full((1,), 2.0)], "amax": [torch.full((1,), 99.0)], "fp8_dtype": [te.DType.kFloat8E5M2],
     "amax_epsilon": [1000.0], "fp4_format": [Format.E4M3], "nvfp4_4over6": ["all"], "nvfp4_4over6_err_mode": ["MSE"],
-    "nvfp4_4over6_e4m3_use_256": ["none"],
+    "nvfp4_4over6_e4m3_use_256": ["none"], "weight_gradient": ["high_precision", "fp8"],
 }  # fmt: skip
 # What is not read: where (the state's arguments that say so; {} is everywhere), and why it may be given.
 UNREAD: dict[str, tuple[list[dict[str, Any]], str]] = {

@@ -138,6 +138,9 @@ RECIPES = {
     "current, dequantized": te.recipe.Float8CurrentScaling(backward_override="dequantized"),
     "block": te.recipe.Float8BlockScaling(),
     "block, dequantized": te.recipe.Float8BlockScaling(backward_override="dequantized"),
+    "rowwise": te.recipe.Float8RowwiseScaling(),
+    "rowwise, wide gradient": te.recipe.Float8RowwiseScaling(weight_gradient="high_precision"),
+    "rowwise, dequantized": te.recipe.Float8RowwiseScaling(backward_override="dequantized"),
 }
 
 

@@ -26,6 +26,7 @@ from reference.support import files
 GOLDEN = measure.ROOT / "tests" / "golden" / "training.json"
 SHORT, LONG, EVERY = 20, 200, 20  # steps whose hashes are recorded: each of the first, then every `EVERY`-th
 FIRST = 6  # of which the fast suite makes so many
+RECORDED = ["delayed", "current", "block", "rowwise"]
 ON_GPUS = [name for name in RECIPES if name not in ("mxfp8", "nvfp4")]
 TINY = Settings(
     sequence=16, hidden=32, layers=1, rows=2, steps=6, warmup=2, dropout=0.1, clip=1.0, weight_decay=0.1, accumulate=2
@@ -67,7 +68,7 @@ def trained(settings: Settings, steps: int | None = None) -> Trainer:
 # --- the recorded hashes -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("precision", ["delayed", "current", "block"])
+@pytest.mark.parametrize("precision", RECORDED)
 def test_the_first_steps_have_the_recorded_hashes(precision: str) -> None:
     assert hashes(precision, FIRST) == recorded(precision, FIRST)
 
@@ -79,14 +80,14 @@ def test_a_mean_of_no_batches_is_refused(batches: Any) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("precision", ["delayed", "current", "block"])
+@pytest.mark.parametrize("precision", RECORDED)
 def test_twenty_steps_on_a_gpu_have_the_recorded_hashes(precision: str) -> None:
     assert hashes(precision, SHORT, "cuda") == recorded(precision, SHORT)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("precision", ["delayed", "current", "block"])
+@pytest.mark.parametrize("precision", RECORDED)
 def test_two_hundred_steps_have_the_recorded_hashes(precision: str, device: str) -> None:
     found = hashes(precision, LONG, device)
     assert found == recorded(precision, LONG)
@@ -335,7 +336,10 @@ def test_the_rate_rises_and_falls_as_a_cosine() -> None:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"precision": "fp4"}, r"precision='fp4'; bf16, delayed, current, block, mxfp8, nvfp4 are accepted\."),
+        (
+            {"precision": "fp4"},
+            r"precision='fp4'; bf16, delayed, current, block, rowwise, .*mxfp8, nvfp4 are accepted\.",
+        ),
         ({"heads": 3}, r"hidden=32 with heads=3; a multiple"),
         ({"dropout": 1.0}, r"dropout=1\.0; a number from 0 to below 1"),
         ({"vocabulary": 255}, r"vocabulary=255; at least 256"),
@@ -378,8 +382,8 @@ def test_texts_are_read_in_order(tmp_path: Path) -> None:
 
 
 def record() -> None:
-    """`PYTHONPATH=.:tests python tests/training/test_train.py` records the hashes anew, on a CPU, in five minutes."""
-    found = {precision: hashes(precision, LONG) for precision in ("delayed", "current", "block")}
+    """`PYTHONPATH=.:tests python tests/training/test_train.py` records the hashes anew, on a CPU, in six minutes."""
+    found = {precision: hashes(precision, LONG) for precision in RECORDED}
     files.write(GOLDEN, json.dumps(found, indent=1) + "\n")
 
 

@@ -4,7 +4,7 @@
 //
 // q [rows, cols] FP8 (FP8: 0 E4M3, 1 E5M2), cols a multiple of 16; out fp32, bf16 or fp16 (WIDE); both at multiples of 16
 // bytes. scale_inv, by `layout`: 0 one number; 1 of 128 columns of a row, [ceil(cols / 128), ceil4(rows)]; 2 of 128 x 128,
-// [ceil(rows / 128), ceil4(ceil(cols / 128))].
+// [ceil(rows / 128), ceil4(ceil(cols / 128))]; 3 of a row, [rows].
 //
 // Bound by memory. A thread has 16 codes, which have one scale.
 #include "common/wide_store.cuh"
@@ -34,6 +34,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         const int row = static_cast<int>(at / across), block = static_cast<int>(at % across) * kCodes / 128;
         if (layout == 1)
             of_block = static_cast<long long>(block) * ((rows + 3) / 4 * 4) + row;
+        else if (layout == 3)
+            of_block = row;
         else
             of_block = static_cast<long long>(row / 128) * (((cols + 127) / 128 + 3) / 4 * 4) + block;
     }

@@ -42,8 +42,10 @@ def _run(kernel: launch.Kernel, found: Two, x: torch.Tensor, given: tuple[int, .
 
 @on_cuda
 def cast_stats(x: torch.Tensor, q: torch.Tensor | None, scale_inv: torch.Tensor | None) -> Two:
-    """`x` and its codes `q` `[rows, cols]`, `scale_inv` fp32 `[1]` -> int64 `[4]`, float64 `[3]`."""
+    """`x` and its codes `q` `[rows, cols]`, `scale_inv` fp32 `[1]` or `[rows]` -> int64 `[4]`, float64 `[3]`."""
     found = outputs(x, q, scale_inv)
+    if q is not None and scale_inv is not None and scale_inv.numel() > 1:  # of rows: blocks as wide as the matrix
+        return _run_blocks(found, x, q, scale_inv, 0, False)
     kernel = _kernels[x.dtype, None if q is None else q.dtype]
     return _run(kernel, found, x, (pointer(q), pointer(scale_inv)), ())
 
@@ -52,5 +54,12 @@ def cast_stats(x: torch.Tensor, q: torch.Tensor | None, scale_inv: torch.Tensor 
 def cast_stats_blocks(x: torch.Tensor, q: torch.Tensor, scale_inv: torch.Tensor, square: bool) -> Two:
     """`cast_stats` of what `twin::cast_blocks` made."""
     found = blocks_outputs(x, q, scale_inv, square)
-    more = (np.int32(x.shape[1]), np.int32(scale_inv.stride(0)), np.int32(square))
+    return _run_blocks(found, x, q, scale_inv, scale_inv.stride(0), square)
+
+
+def _run_blocks(
+    found: Two, x: torch.Tensor, q: torch.Tensor, scale_inv: torch.Tensor, stride: int, square: bool
+) -> Two:
+    """`stride`: how far the scales of neighbouring blocks of a row are apart."""
+    more = (np.int32(x.shape[1]), np.int32(stride), np.int32(square))
     return _run(_of_blocks[x.dtype, q.dtype], found, x, (q.data_ptr(), scale_inv.data_ptr()), more)

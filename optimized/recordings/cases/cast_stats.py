@@ -41,6 +41,7 @@ def calls(c: Inputs) -> Calls:
             for q in FP8:
                 x = c.x(*shape, dtype=dtype, special=True)
                 yield Call(twin.cast_stats, (x, c.codes(*shape, dtype=q), c.one()))
+                yield Call(twin.cast_stats, (x, c.codes(*shape, dtype=q), c.positive(shape[0])))
     for dtype, q, square, shape in product(WIDE, FP8, (False, True), ((1, 16), (33, 4096), (260, 272))):
         scales = c.positive(*scale_shape(*shape, square))
         yield Call(

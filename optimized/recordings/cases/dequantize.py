@@ -32,6 +32,7 @@ def cases() -> Iterator[Case]:
 def calls(c: Inputs) -> Calls:
     for q, wide, (rows, cols) in product(FP8, WIDE, ((1, 16), (37, 144), (130, 272))):
         yield Call(twin.dequantize, (c.codes(rows, cols, dtype=q), c.one(), False, wide))
+        yield Call(twin.dequantize, (c.codes(rows, cols, dtype=q), c.positive(rows), False, wide))
         for square in (False, True):
             scales = c.positive(*scale_shape(rows, cols, square))
             yield Call(twin.dequantize, (c.codes(rows, cols, dtype=q), scales, square, wide))

@@ -202,8 +202,10 @@ OPS: dict[str, Callable[..., Results]] = {
     "cast_transpose": lambda x, *_: [x.double()],
     "cast_blocks": lambda x, *_: [x.double()],
     "cast_blocks_transpose": lambda x, *_: [x.double()],
+    "cast_rowwise": lambda x, *_: [x.double()],
+    "cast_rowwise_transpose": lambda x, *_: [x.double()],
     "dequantize": lambda q, scale_inv, square, _: [
-        _numbers(q, scale_inv if scale_inv.dim() == 1 else of_each(scale_inv, q.shape[0], q.shape[1], square))
+        _numbers(q, scale_inv[:, None] if scale_inv.dim() == 1 else of_each(scale_inv, q.shape[0], q.shape[1], square))
     ],
     "cast_transpose_dbias": lambda x, *_: [x.double(), None, None, x.double().sum(0)],
     "cat_cast_transpose_dbias": _joined,
@@ -224,6 +226,7 @@ OPS: dict[str, Callable[..., Results]] = {
     "gemm_fp8_blocks": lambda a, b, sa, sb, a_square, b_square, bias, _: [
         _gemm_fp8_blocks(a, b, sa, sb, a_square, b_square, bias)
     ],
+    "gemm_fp8_rowwise": lambda a, b, sa, sb, bias, *_: [_gemm_fp8(a, b, sa[:, None], sb[:, None], bias)],
     "gemm_fp8_activation": lambda a, b, sa, sb, bias, _, kind, *more: [
         h := _gemm_fp8(a, b, sa, sb, bias),
         _act(h, kind),

@@ -39,6 +39,8 @@ RESULTS = {
     "cat_cast_transpose_dbias": (*_CAST, "dbias"),
     "cast_blocks": ("codes", "scale_inv"),
     "cast_blocks_transpose": (*_CAST, "scale_inv_t"),
+    "cast_rowwise": ("codes", "scale_inv"),
+    "cast_rowwise_transpose": (*_CAST, "scale_inv_t"),
     "activation_scale": ("out", "scale"),
     "activation_backward_scale": ("dx", "scale"),
     "activation_scale_cast_transpose": _CAST,

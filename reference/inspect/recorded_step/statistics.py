@@ -80,6 +80,8 @@ class Statistics:
                     if scale_inv is not None and op.name.startswith("twin::cast_blocks"):
                         rows, cols = written[i].shape
                         scale_inv = of_each(scale_inv, rows, cols, args[2])
+                    elif scale_inv is not None and op.name.startswith("twin::cast_rowwise"):
+                        scale_inv = scale_inv[:, None]
                 cast = self._name(op, 0) if scale_inv is not None and name == "codes" and i == 0 else name
                 self.rows.append(_row(number, op, cast, written[i], scale_inv, wide[i] if i < len(wide) else None))
         if op.name == "twin::multi_cast_transpose":

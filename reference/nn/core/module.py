@@ -187,7 +187,7 @@ class TransformerEngineBaseModule(OfModule, DelayedGradients, TensorGroup, Devic
             quantizers = recipe.quantizers(self.roles, forward, backward, dtype)
             return Precision(self.roles, quantizers, recipe, forward, backward)
         known = self._precision
-        of_backward = None if recipe.backward_override is None else dtype
+        of_backward = dtype if recipe.reads_dtype else None
         if (
             known is None
             or not (known.recipe is recipe and known.forward is forward and known.backward is backward)

@@ -9,7 +9,8 @@ difference x - x' rounds once there, each square once. F is q's format, `limit =
              nan, inf      x that are NaN, that are infinite
     sums     signal = total(x²), noise = total((x - x')²), both over finite x;    amax = max |x| over x that are not NaN
 
-scale_inv is one number, or with blocks that of the element's block, laid out as `twin::cast_blocks` writes it.
+scale_inv is one number, that of the element's row, or with blocks that of its block, laid out as `twin::cast_blocks`
+writes it.
 
 SQNR = 10 · log10(signal / noise) dB. Without q and scale_inv only nan, inf, signal and amax are computed; the others
 are 0.
@@ -27,7 +28,7 @@ import torch
 
 from reference.numbers import formats
 from reference.ops.casts.cast_blocks import of_each, scale_shape
-from reference.ops.checks import check_input, check_like
+from reference.ops.checks import check_input, check_like, check_scale_inv
 from reference.ops.library import define
 
 CHAINS = 256
@@ -59,7 +60,7 @@ def outputs(x: torch.Tensor, q: torch.Tensor | None, scale_inv: torch.Tensor | N
         raise ValueError(f"{op}: {given} is a tensor and {other} None; both or neither are accepted.")
     found = _results(op, x, q)
     if scale_inv is not None:
-        check_like(op, "scale_inv", scale_inv, torch.float32, (1,), x.device)
+        check_scale_inv(op, scale_inv, len(x), x.device)
     return found
 
 
@@ -138,13 +139,14 @@ def _measure(counts: torch.Tensor, sums: torch.Tensor, x: torch.Tensor, q: torch
 
 @define(outputs)
 def cast_stats(x: torch.Tensor, q: torch.Tensor | None, scale_inv: torch.Tensor | None) -> Two:
-    """`x` `[rows, cols]` fp32, bf16 or fp16; `q` its codes, `scale_inv` fp32 `[1]`, or None.
+    """`x` `[rows, cols]` fp32, bf16 or fp16; `q` its codes, `scale_inv` fp32 `[1]` or `[rows]`, or both None.
 
     Returns:
         int64 `[4]`: saturated, underflowed, nan, inf; float64 `[3]`: signal, noise, amax.
     """
     counts, sums = outputs(x, q, scale_inv)
-    _measure(counts, sums, x, q, scale_inv)
+    of_rows = scale_inv is not None and len(scale_inv) > 1
+    _measure(counts, sums, x, q, scale_inv[:, None].expand(x.shape) if of_rows else scale_inv)  # type: ignore[index]
     return counts, sums
 
 

@@ -2,14 +2,15 @@
 
     out[r, c] = round(fp32(q[r, c]) · scale_inv)        one fp32 rounding, then one to the dtype of out
 
-scale_inv is one number, or that of the element's block of 128, laid out as `twin::cast_blocks` writes it.
+scale_inv is one number, that of the element's row, or that of its block of 128, laid out as `twin::cast_blocks` writes
+it.
 """
 
 import torch
 
 from reference.numbers import formats
 from reference.ops.casts.cast_blocks import of_each, scale_shape
-from reference.ops.checks import check_like, check_wide
+from reference.ops.checks import check_like, check_scale_inv, check_wide
 from reference.ops.library import define
 
 OP = "twin::dequantize"
@@ -24,17 +25,20 @@ def outputs(q: torch.Tensor, scale_inv: torch.Tensor, square: bool, dtype: torch
             f"{q.stride()}."
         )
     check_wide(OP, "dtype", dtype)
-    shape = (1,) if scale_inv.dim() == 1 else scale_shape(q.shape[0], q.shape[1], square)
-    check_like(OP, "scale_inv", scale_inv, torch.float32, shape, q.device)
+    if scale_inv.dim() == 1:
+        check_scale_inv(OP, scale_inv, len(q), q.device)
+    else:
+        check_like(OP, "scale_inv", scale_inv, torch.float32, scale_shape(q.shape[0], q.shape[1], square), q.device)
     return q.new_empty(q.shape, dtype=dtype)
 
 
 @define(outputs)
 def dequantize(q: torch.Tensor, scale_inv: torch.Tensor, square: bool, dtype: torch.dtype) -> torch.Tensor:
-    """q `[rows, cols]` of FP8, scale_inv fp32 `[1]` or of blocks -> `[rows, cols]` of `dtype`: fp32, bf16 or fp16.
+    """q `[rows, cols]` of FP8, scale_inv fp32 `[1]`, `[rows]` or of blocks -> `[rows, cols]` of `dtype`: fp32, bf16 or
+    fp16.
 
-    `square`: blocks are 128 × 128, not 1 × 128; of one scale_inv it means nothing.
+    `square`: blocks are 128 × 128, not 1 × 128; without blocks it means nothing.
     """
     out = outputs(q, scale_inv, square, dtype)
-    each = scale_inv if scale_inv.dim() == 1 else of_each(scale_inv, q.shape[0], q.shape[1], square)
+    each = scale_inv[:, None] if scale_inv.dim() == 1 else of_each(scale_inv, q.shape[0], q.shape[1], square)
     return out.copy_(formats.decode(q) * each)

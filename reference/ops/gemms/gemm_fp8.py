@@ -59,6 +59,12 @@ def check_epilogue(columns: int, bias: torch.Tensor | None, out_dtype: torch.dty
         raise ValueError(f"bias has shape {tuple(bias.shape)}; one number per output column, ({columns},).")
 
 
+def check_accumulation(accumulate: str) -> None:
+    """Refuse all but "fast" and "split"."""
+    if accumulate not in ("fast", "split"):
+        raise ValueError(f"accumulate is {accumulate!r}; 'fast' or 'split' is accepted.")
+
+
 def check_accumulate(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
     """Refuse a gradient to which a·bᵀ cannot be added."""
     if out.dtype not in OUT_DTYPES:
@@ -78,8 +84,7 @@ def outputs(
 ) -> torch.Tensor:
     check_operands(a, b, a_scale_inv, b_scale_inv)
     check_epilogue(b.shape[0], bias, out_dtype)
-    if accumulate not in ("fast", "split"):
-        raise ValueError(f"accumulate is {accumulate!r}; 'fast' or 'split' is accepted.")
+    check_accumulation(accumulate)
     return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
 
 

@@ -87,6 +87,21 @@ def test_the_scale_of_an_elements_block(square: bool, shape: tuple[int, int]) ->
         twin.cast_stats_blocks(x, q, torch.ones(1), square)
 
 
+@pytest.mark.gpu
+@pytest.mark.simulated
+@pytest.mark.parametrize("shape", [(1, 16), (37, 48), (130, 272)])
+def test_the_scale_of_an_elements_row(shape: tuple[int, int], device: torch.device) -> None:
+    x = numbers(*shape, torch.bfloat16)
+    q, scale_inv = twin.cast_rowwise(x, E4M3, False, 1e-12)
+    scale_inv *= torch.rand(scale_inv.shape, generator=torch.Generator().manual_seed(1)) + 0.5
+    wanted = written_out(x, q, scale_inv[:, None].expand(shape))
+    for where in ("cpu", device):
+        counts, sums = twin.cast_stats(x.to(where), q.to(where), scale_inv.to(where))
+        assert (counts.tolist(), sums.tolist()) == wanted
+    with pytest.raises(ValueError, match=r"^twin::cast_stats: scale_inv must be contiguous torch.float32 \[1\] or \["):
+        twin.cast_stats(x, q, torch.ones(2))
+
+
 def test_pieces_beyond_the_first_chains() -> None:
     """More than 256 pieces of 4096, so that a chain of pieces has two links, and more than is computed at once."""
     x = numbers(4160, 272, torch.bfloat16)

@@ -46,13 +46,24 @@ def test_the_scale_of_an_elements_block(square: bool) -> None:
         assert found[r, c] == q[r, c].float() * scale
 
 
+@pytest.mark.gpu
+@pytest.mark.simulated
+@pytest.mark.parametrize("rows", [1, 37, 300])
+def test_the_scale_of_an_elements_row(rows: int, device: torch.device) -> None:
+    x = torch.randn(rows, 272, generator=torch.Generator().manual_seed(1))
+    q, scale_inv = twin.cast_rowwise(x, E4M3, False, 0.0)
+    wanted = q.float() * scale_inv[:, None]
+    assert_same_bits(twin.dequantize(q, scale_inv, False, torch.float32), wanted)
+    assert_same_bits(twin.dequantize(q.to(device), scale_inv.to(device), True, torch.float32).cpu(), wanted)
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
         ({"q": torch.zeros(4, 16)}, "q must be torch.float8_e4m3fn or torch.float8_e5m2; got torch.float32"),
         ({"q": torch.zeros(4, 8, dtype=torch.uint8).view(E4M3)}, r"cols a multiple of 16; got \[4, 8\]"),
         ({"dtype": torch.float64}, "dtype must be torch.float32, torch.bfloat16 or torch.float16; got torch.float64"),
-        ({"scale_inv": torch.ones(2)}, r"scale_inv must be contiguous torch.float32 \[1\]"),
+        ({"scale_inv": torch.ones(2)}, r"scale_inv must be contiguous torch.float32 \[1\] or \[4\]"),
         ({"scale_inv": torch.ones(1, 1)}, r"scale_inv must be contiguous torch.float32 \[1, 4\]"),
     ],
 )
