@@ -13,6 +13,7 @@ import sys
 import reference.ops
 from reference import optimizers, quantization, random, recipe
 from reference.conversion import convert
+from reference.float8 import float8_blockwise_tensor as _float8_blockwise_tensor  # noqa: F401 (kept weights are such)
 from reference.float8 import float8_part as _float8_part  # noqa: F401 (it gives Float8Tensor its parts)
 from reference.float8.float8_quantizer import DType, Float8CurrentScalingQuantizer, Float8Quantizer, Quantizer
 from reference.float8.float8_tensor import Float8Tensor
