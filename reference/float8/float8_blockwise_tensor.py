@@ -9,6 +9,8 @@ Transformer Engine's lie, too. `reference.float8.kept_tensor` says what else it 
 Source: Transformer Engine's `pytorch/tensor/float8_blockwise_tensor.py`.
 """
 
+from typing import Any, NoReturn
+
 import torch
 
 from reference.float8.kept_tensor import KeptTensor
@@ -20,12 +22,25 @@ __all__ = ["Float8BlockwiseQTensor"]
 class Float8BlockwiseQTensor(KeptTensor):
     """A weight of `quantized_model_init` under `Float8BlockScaling`; the module's docstring says what it holds."""
 
+    @staticmethod
+    def __new__(cls: Any, *args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError(
+            "te.Float8BlockwiseQTensor(...) is not offered; a weight made in te.quantized_model_init(recipe="
+            "te.recipe.Float8BlockScaling()) is one."
+        )
+
     # Transformer Engine's names.
     _rowwise_data = property(lambda self: self.codes.view(torch.uint8), KeptTensor._set_data)
     _rowwise_scale_inv = property(lambda self: self._kept.scale_inv)
     _columnwise_data = property(lambda self: None if self.codes_t is None else self.codes_t.view(torch.uint8))
     _columnwise_scale_inv = property(lambda self: self._kept.scale_inv_t)
     _is_2D_scaled = True
+
+    @property
+    def _quantizer(self) -> NoReturn:
+        raise AttributeError(
+            "Float8BlockwiseQTensor: te.Float8BlockQuantizer is not offered; quantize_() and copy_() write the weight."
+        )
 
 
 KeptTensor.classes[SQUARES] = Float8BlockwiseQTensor

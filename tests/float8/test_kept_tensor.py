@@ -22,7 +22,6 @@ from simulator import Simulator
 import optimized
 import reference as te
 from optimized.tapes import calls
-from reference.float8.float8_blockwise_tensor import Float8BlockwiseQTensor
 from reference.float8.kept_tensor import KeptTensor
 from reference.recipes.quantized import Operand, dequantize
 
@@ -392,7 +391,7 @@ def test_a_weight_reads_and_is_written_as_a_tensor_of_its_dtype(kind: str) -> No
     weight = layer.weight
     plain = made("Linear", recipe, False).weight
     assert isinstance(weight, te.QuantizedTensor)
-    assert isinstance(weight, Float8BlockwiseQTensor if "blocks" in kind else te.Float8Tensor)
+    assert isinstance(weight, te.Float8BlockwiseQTensor if "blocks" in kind else te.Float8Tensor)
     assert_same_bits(weight.get_high_precision_init_val(), plain)
     assert layer.primary_weights_in_fp8
     assert (weight.dtype, weight.shape, weight.device.type, weight.data_ptr()) == (BF16, plain.shape, "cpu", 0)
@@ -422,12 +421,17 @@ def test_a_weight_reads_and_is_written_as_a_tensor_of_its_dtype(kind: str) -> No
 
 
 def test_names_of_transformer_engine() -> None:
+    assert optimized.Float8BlockwiseQTensor is te.Float8BlockwiseQTensor
+    with pytest.raises(NotImplementedError, match=r"Float8BlockwiseQTensor\(...\) is not offered; a weight made in"):
+        te.Float8BlockwiseQTensor((128, 128), BF16, rowwise_data=None)
     layer = made("Linear", RECIPES["blocks"])
     weight: Any = layer.weight
     assert weight._rowwise_data.dtype == torch.uint8
     assert (weight._rowwise_data.shape, weight._rowwise_scale_inv.shape) == ((144, WIDE), (2, 4))
     assert weight._columnwise_data is weight._columnwise_scale_inv is None
     assert weight._is_2D_scaled
+    with pytest.raises(AttributeError, match=r"te\.Float8BlockQuantizer is not offered; quantize_"):
+        weight._quantizer  # noqa: B018
     assert weight._fp8_dtype == te.DType.kFloat8E4M3
     assert weight.get_usages() == {"rowwise": True, "columnwise": False}
     weight.update_usage(columnwise_usage=True)
