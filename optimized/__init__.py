@@ -24,6 +24,7 @@ from reference import (  # noqa: F401
     CudaRNGStatesTracker,
     DelayedScaling,
     DType,
+    Float8BlockwiseQTensor,
     Float8CurrentScalingQuantizer,
     Float8Quantizer,
     Float8Tensor,

@@ -24,10 +24,11 @@ import torch
 
 from reference.checkpoints import transformer_engine_state
 from reference.checkpoints.packed_state import PackedState
-from reference.float8.float8_tensor import FP8, Float8Tensor, dequantized
+from reference.float8.kept_tensor import FP8, KeptTensor
 from reference.numbers.formats import WIDE_DTYPES
 from reference.recipes.base import Format
 from reference.recipes.delayed_scaling import MAX_MARGIN
+from reference.recipes.quantized import KEEPING, Operand, dequantize
 from reference.state.scaling import KEYS, FP8TensorMeta, columns_of
 
 STATE = "_extra_state"
@@ -47,7 +48,9 @@ def pack(state: Mapping[str, FP8TensorMeta], kept: Mapping[int, torch.Tensor]) -
     packed = torch.cat(halves, dim=1).detach()
     packed[0, state[KEYS[0]].scale.shape[0] + 1] = _setting([state[key].scaled_max for key in KEYS])
     for column, scale_inv in kept.items():
-        packed[0, column + 1] = scale_inv.detach()[0]
+        # One that is not 1, if there is one; nor 0, which fills up the scales of blocks.
+        scales = scale_inv.detach().flatten()
+        packed[0, column + 1] = scales.take(((scales != 0) & (scales != 1)).int().argmax())
     return PackedState.of(packed)
 
 
@@ -237,7 +240,7 @@ def check_no_codes(state_dict: Mapping[str, Any], prefix: str, weights: Mapping[
     """Refuse plain numbers beside a state which says that the weight was kept in FP8: they are its codes."""
     for name, scale_inv in kept_weights(state_dict.get(prefix + STATE), weights).items():
         value = state_dict.get(prefix + name)
-        if isinstance(value, torch.Tensor) and not isinstance(value, Float8Tensor) and value.dtype != FP8:
+        if isinstance(value, torch.Tensor) and not isinstance(value, KeptTensor) and value.dtype != FP8:
             raise ValueError(
                 f"checkpoint: {prefix}{name} is {value.dtype}, and {prefix}{STATE} says that it was kept in FP8 with "
                 f"scale_inv={scale_inv}: its codes may have been read as numbers; codes ({FP8}) beside their scale_inv "
@@ -259,13 +262,19 @@ def check_weight(name: str, value: Any, scale_inv: Any, parameter: torch.Tensor,
             how = f"and no {beside}" if scale_inv is None else f"beside {beside}"
             raise ValueError(f"checkpoint: {name} is {value.dtype} {how}; {FP8} with a scale_inv is accepted.")
         _check_numbers(beside, scale_inv)
-        if scale_inv.dtype != torch.float32 or scale_inv.shape != (1,):
+        layout = layout_beside(scale_inv, value.shape)
+        if scale_inv.dtype != torch.float32 or layout is None:
+            others = [f"{list(one.scales(value.shape))} of {name}" for name, one in KEEPING.items()][1:]
             raise ValueError(
-                f"checkpoint: {beside} is {scale_inv.dtype} {list(scale_inv.shape)}; float32 [1] is accepted."
+                f"checkpoint: {beside} is {scale_inv.dtype} {list(scale_inv.shape)}; float32 [1] is accepted, or "
+                f"{', or '.join(others)}."
             )
-        if not bool((scale_inv.isfinite() & (scale_inv > 0)).all()):
-            raise ValueError(f"checkpoint: {beside}={scale_inv.item()}; a finite number > 0 is accepted.")
-        numbers = dequantized(numbers, scale_inv, torch.float32)
+        used = KEEPING[layout].used
+        scales = (scale_inv if used is None else used(scale_inv, value.shape)).flatten()
+        bad = scales[~(scales.isfinite() & (scales > 0))]
+        if len(bad):
+            raise ValueError(f"checkpoint: {beside}={bad[0].item()}; a finite number > 0 is accepted.")
+        numbers = dequantize(Operand(numbers, scale_inv, layout), numbers.shape[-1], torch.float32)
     elif not value.is_floating_point():
         raise ValueError(f"checkpoint: {name} is {value.dtype}; a floating-point tensor is accepted.")
     elif assign and value.dtype not in WIDE_DTYPES:
@@ -275,6 +284,11 @@ def check_weight(name: str, value: Any, scale_inv: Any, parameter: torch.Tensor,
     if not bool(numbers.isfinite().all()):
         nan, infinite = int(numbers.isnan().sum()), int(numbers.isinf().sum())
         raise ValueError(f"checkpoint: {name} holds {nan} NaN and {infinite} infinities; finite weights are accepted.")
+
+
+def layout_beside(scale_inv: torch.Tensor, shape: torch.Size) -> str | None:
+    """The layout of codes `[rows, cols]` that have these scales beside them, if there is one."""
+    return next((name for name, one in KEEPING.items() if scale_inv.shape == one.scales(shape)), None)
 
 
 def _check_numbers(name: str, value: Any) -> None:

@@ -152,14 +152,15 @@ def become(layer: Any, cls: Any) -> None:
 def _cast(layer: Any, values: torch.Tensor) -> None:
     """Write a weight that is kept in FP8, with the scale that its own amax gives it.
 
-    `quantized_model_init` casts new weights with scale 1, until a step has replaced it. Weights that exist are often
-    far below 1, and frozen ones keep their first scale for ever.
+    In delayed scaling `quantized_model_init` casts new weights with scale 1, until a step has replaced it. Weights that
+    exist are often far below 1, and frozen ones keep their first scale for ever.
     """
-    recipe, state = layer.quantized_init.recipe, layer.fp8_meta["scaling_fwd"]
+    recipe = layer.quantized_init.recipe
     layer.initialize("weight", lambda weight: weight.copy_(values))  # records the amax
-    fp8_max = recipe.fp8_format.fp8_max(True)
-    twin.scale_update([state.scale], [state.amax_history], fp8_max, recipe.margin, recipe.amax_compute_algo)
-    layer.weight.quantize_(values)
+    if recipe.history_rows is not None:
+        state, fp8_max = layer.fp8_meta["scaling_fwd"], recipe.fp8_format.fp8_max(True)
+        twin.scale_update([state.scale], [state.amax_history], fp8_max, recipe.margin, recipe.amax_compute_algo)
+        layer.weight.quantize_(values)
 
 
 def _is_conv1d(cls: type) -> bool:

@@ -5,7 +5,6 @@ With `data` it has codes of its own, and the source's scale_inv and quantizer.
 """
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -60,19 +59,3 @@ class Alike:
         turned = self._transpose
         parts = {"data": self._data, "fp8_scale_inv": self._scale_inv, "fp8_dtype": self._fp8_dtype}
         return {**parts, "data_transpose": turned, "quantizer": self._quantizer}
-
-    def _replace(self: Any, values: torch.Tensor) -> None:
-        """Take values of another shape: those of a Float8Tensor with their scale, others cast by its own."""
-        kept = self._kept
-        quantized = isinstance(values, Alike) and values.codes.dtype == kept.codes.dtype  # type: ignore[attr-defined]
-        codes = torch.empty(values.shape, dtype=kept.codes.dtype, device=self.device)
-        new = replace(kept, codes=codes, scale_inv=torch.empty_like(kept.scale_inv), transposed=None)
-        if quantized:
-            new.codes.copy_(values.codes)  # type: ignore[attr-defined]
-            new.scale_inv.copy_(values._scale_inv)  # type: ignore[attr-defined]
-        else:
-            new.write(values.detach().to(self.device).contiguous(), kept.state())
-        made = self.sharing(self.dtype, values.shape)
-        torch.Tensor.data.__set__(self, made)  # type: ignore[attr-defined]  # its shape
-        self._kept = new
-        self.update_usage(columnwise_usage=kept.transposed is not None)

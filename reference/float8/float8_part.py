@@ -46,7 +46,8 @@ class Part(View, Float8Tensor):
                 f"make_like: shape={list(shape)} of a part of a Float8Tensor; {list(self.shape)} is accepted, or "
                 f"its clone."
             )
-        return Part(self.codes, self._source.sharing(dtype, self._source.shape), self._make)
+        whole: Any = self._source.sharing(dtype, self._source.shape)
+        return Part(self.codes, whole, self._make)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Float8Tensor({self.numbers()}, scale_inv={self._scale_inv}), a part of another"
@@ -61,8 +62,8 @@ class Part(View, Float8Tensor):
     def _copied(self, device: torch.device) -> Float8Tensor:
         kept = self._kept
         scales: Any = kept.scales
-        whole = Float8Tensor.of_codes(kept.codes.contiguous(), kept.scale_inv, self.dtype, scales, kept.column)
-        return whole._copied(device)
+        whole: Any = Float8Tensor.of_codes(kept.codes.contiguous(), kept.scale_inv, self.dtype, scales, kept.column)
+        return whole._copied(device)  # type: ignore[no-any-return]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Float8Tensor:  # type: ignore[override]
         return memo.setdefault(id(self), self._copied(self.device).requires_grad_(self.requires_grad))  # type: ignore

@@ -1,4 +1,4 @@
-"""What a `Float8Tensor` and its aliases keep in common, and how it is written."""
+"""What a tensor that is kept in codes, and its aliases, have in common, and how it is written."""
 
 from dataclasses import dataclass, replace
 
@@ -6,30 +6,53 @@ import torch
 
 from reference.float8.float8_quantizer import Quantizer, rows_of_16
 from reference.ops.library import twin
+from reference.recipes.quantized import KEEPING, PER_TENSOR, Operand, Quantized
+from reference.recipes.quantizer import Quantizer as OfRecipe
 from reference.state.scaling import FP8TensorMeta
+
+Scales = FP8TensorMeta | Quantizer | OfRecipe
+"""What says the scales of a tensor that is written: a layer's state, a quantizer, or a recipe's for a weight."""
+
+
+def layout_of(scales: Scales) -> str:
+    """The layout of what these scales cast."""
+    layout = scales.layout if isinstance(scales, OfRecipe) else PER_TENSOR
+    assert layout is not None
+    return layout
 
 
 @dataclass
 class Kept:
-    """The memory of a Float8Tensor.
+    """The memory of a tensor.
 
     Attributes:
-        codes: E4M3 or E5M2, of any shape.
-        scale_inv: fp32 `[1]`.
+        codes: E4M3 or E5M2, of any shape where there is one scale.
+        scale_inv: fp32, `[1]` or as the layout says (`KEEPING`).
         transposed: codes `[last, *others]`, or None.
-        scales: what says the scale: a quantizer, or a module's state; None inside a compiled graph, which writes
-            nothing.
+        scales: what says the scales of a write; None inside a compiled graph, which writes nothing.
         column: of a module's state.
+        layout: of codes and scales.
+        scale_inv_t: of the transposed codes, where it is not `scale_inv`.
     """
 
     codes: torch.Tensor
     scale_inv: torch.Tensor
     transposed: torch.Tensor | None
-    scales: FP8TensorMeta | Quantizer | None
+    scales: Scales | None
     column: int = 0
+    layout: str = PER_TENSOR
+    scale_inv_t: torch.Tensor | None = None
 
-    def state(self) -> FP8TensorMeta | Quantizer:
-        """Who says the scale."""
+    @staticmethod
+    def empty(shape: torch.Size, dtype: torch.dtype, device: torch.device, scales: Scales, column: int) -> "Kept":
+        """Memory whose numbers are not set."""
+        layout = layout_of(scales)
+        codes = torch.empty(shape, dtype=dtype, device=device)
+        scale_inv = torch.empty(KEEPING[layout].scales(codes.shape), dtype=torch.float32, device=device)
+        return Kept(codes, scale_inv, None, scales, column, layout)
+
+    def state(self) -> Scales:
+        """Who says the scales."""
         if self.scales is None:
             raise RuntimeError(
                 "Float8Tensor: a weight kept in FP8 is written or copied inside torch.compile, where it has no scale; "
@@ -42,11 +65,11 @@ class Kept:
         """The same on another device, with the same state; zeros where it comes from the meta device."""
         if self.codes.is_meta and device.type != "meta":
             codes = torch.zeros(self.codes.shape, dtype=torch.uint8, device=device).view(self.codes.dtype)
-            scale_inv = torch.ones(1, dtype=torch.float32, device=device)
-            return replace(self, codes=codes, scale_inv=scale_inv, transposed=None)
-        transposed = None if self.transposed is None else self.transposed.to(device, copy=copied)
-        codes, scale_inv = self.codes.to(device, copy=copied), self.scale_inv.to(device, copy=copied)
-        return replace(self, codes=codes, scale_inv=scale_inv, transposed=transposed)
+            scale_inv = torch.ones(self.scale_inv.shape, dtype=torch.float32, device=device)
+            return replace(self, codes=codes, scale_inv=scale_inv, transposed=None, scale_inv_t=None)
+        names = ("codes", "scale_inv", "transposed", "scale_inv_t")
+        tensors = {name: x for name in names if (x := getattr(self, name)) is not None}
+        return replace(self, **{name: x.to(device, copy=copied) for name, x in tensors.items()})
 
     def transpose(self) -> torch.Tensor:
         """The transposed codes, made now."""
@@ -54,19 +77,53 @@ class Kept:
         turned = codes.clone() if codes.dim() == 0 else codes.movedim(-1, 0).contiguous()
         return turned.view(self.codes.dtype)
 
-    def write(self, values: torch.Tensor, by: FP8TensorMeta | Quantizer) -> None:
-        """Cast contiguous `values`, of the codes' shape, with the scale that `by` says."""
-        rows = rows_of_16(values)
-        scales = (by.scale, by.amax_history, self.column) if isinstance(by, FP8TensorMeta) else (*by.scaling(rows), 0)
-        codes, scale_inv = twin.cast(rows, *scales, self.codes.dtype)
-        if codes.shape != self.codes.shape:
-            codes = codes.view(-1)[: self.codes.numel()].view(self.codes.shape)
-        self.codes.copy_(codes)
-        self.scale_inv.copy_(scale_inv)
+    def keep_transposed(self, on: bool) -> None:
+        """Make the transposed codes and their scales unless they are kept; or drop them."""
+        if not on:
+            self.transposed = self.scale_inv_t = None
+        elif self.transposed is None:
+            self.transposed, turned = self.transpose(), KEEPING[self.layout].turned
+            self.scale_inv_t = None if turned is None else turned(self.scale_inv, self.codes.shape)
+
+    def turn(self) -> None:
+        """Write the transposed codes anew, where they are kept, from the codes."""
+        if self.transposed is None:
+            return
+        self.transposed.copy_(self.transpose())
+        turned = KEEPING[self.layout].turned
+        if self.scale_inv_t is not None and turned is not None:
+            self.scale_inv_t.copy_(turned(self.scale_inv, self.codes.shape))
+
+    def quantized(self) -> Quantized:
+        """What a GEMM reads: the codes, and the transposed ones if they are kept."""
+        column = None
         if self.transposed is not None:
-            self.transposed.copy_(self.transpose())
+            scale_inv = self.scale_inv if self.scale_inv_t is None else self.scale_inv_t
+            column = Operand(self.transposed, scale_inv, self.layout)
+        return Quantized(Operand(self.codes, self.scale_inv, self.layout), column)
+
+    def write(self, values: torch.Tensor, by: Scales) -> None:
+        """Cast contiguous `values`, of the codes' shape, with the scales that `by` says."""
+        rows, column = rows_of_16(values), None
+        if isinstance(by, OfRecipe):
+            (codes, scale_inv, *_), column = by.quantize(rows, self.transposed is not None)
+        else:
+            state = isinstance(by, FP8TensorMeta)
+            scales = (by.scale, by.amax_history, self.column) if state else (*by.scaling(rows), 0)  # type: ignore
+            codes, scale_inv = twin.cast(rows, *scales, self.codes.dtype)
+        whole = codes.shape == self.codes.shape
+        self.codes.copy_(codes if whole else codes.view(-1)[: self.codes.numel()].view(self.codes.shape))
+        self.scale_inv.copy_(scale_inv)  # type: ignore[arg-type]
+        if self.transposed is None:
+            return
+        if column is None or not whole:
+            self.turn()
+            return
+        self.transposed.copy_(column.codes[:, : len(codes)])  # without the zeros that fill it up
+        if self.scale_inv_t is not None:
+            self.scale_inv_t.copy_(column.scales)  # type: ignore[arg-type]
 
     def count_write(self) -> None:
         """Let a backward that saved these tensors notice: ops on subclasses run below autograd, which would."""
-        tensors = (self.codes, self.scale_inv, self.transposed)
+        tensors = (self.codes, self.scale_inv, self.transposed, self.scale_inv_t)
         torch.autograd.graph.increment_version([x for x in tensors if x is not None])

@@ -98,8 +98,7 @@ class QuantizedTensor(torch.Tensor):
             write([(x, args[1])])
             return x
         if func is torch.ops.twin.float8_operand.default:
-            codes, transposed, scale_inv = x._operand(args[1])
-            return [codes, scale_inv, *([] if transposed is None else [transposed])]
+            return x._operand(args[1])
         if func in _COPIES and isinstance(x, QuantizedTensor) and kwargs.get("dtype") in (None, x.dtype):
             found = x._copied(kwargs.get("device") or x.device)
         elif func is aten.view.default and isinstance(x, QuantizedTensor):

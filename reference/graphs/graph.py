@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from reference.arguments import check_arguments, check_unread
-from reference.float8.float8_tensor import Float8Tensor
+from reference.float8.kept_tensor import KeptTensor
 from reference.graphs.graph_capture import Hooks, checked_hooks, into_graphs, warm_up
 from reference.graphs.pipeline_order import modules_of_passes
 from reference.memory import recompute
@@ -321,7 +321,7 @@ class _Graphed:
                 name, quantizer = gemm.parameter, gemm.weight
                 parts: list[Any] = [*layer.parts_of(name)]
                 kept = self.copies.get((layer, name))
-                if not quantizer.fp8 or isinstance(parts[0], Float8Tensor):  # nothing is cast
+                if not quantizer.fp8 or isinstance(parts[0], KeptTensor):  # nothing is cast
                     continue
                 weight = parts[0] if len(parts) == 1 else torch.cat(parts)
                 found = context.weight(gemm, weight, quantizer.dtype_t is None)

@@ -19,7 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from reference.float8.float8_tensor import Float8Tensor
+from reference.float8.kept_tensor import KeptTensor
 
 __all__ = ["detect_anomaly"]
 
@@ -167,7 +167,7 @@ class detect_anomaly:
     def _look_at(self, name: str, parameter: torch.Tensor) -> None:
         """Flag a parameter that holds a NaN or an infinity already."""
         assert self._watch is not None
-        values = parameter.numbers() if isinstance(parameter, Float8Tensor) else parameter
+        values = parameter.numbers() if isinstance(parameter, KeptTensor) else parameter
         for x in _leaves(values):
             none = torch.zeros((), dtype=torch.bool, device=x.device)
             self._watch.flags.append(_Flag("", name, "", x.shape, _words(x, none, none)))

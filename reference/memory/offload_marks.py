@@ -18,7 +18,7 @@ def mark_not_offload(*tensors: Any) -> None:
             raise TypeError(f"mark_not_offload: {x!r}; tensors and None are accepted.")
     for x in tensors:
         kept = getattr(x, "_kept", None)  # of a quantized tensor: it is these that layers save
-        for one in (x,) if kept is None else (x, kept.codes, kept.transposed):
+        for one in (x,) if kept is None else (x, kept.codes, kept.transposed, kept.scale_inv_t):
             if one is not None:
                 one._TE_do_not_offload = True  # Transformer Engine's name
 

@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from reference.float8.float8_tensor import FP8, Float8Tensor
-from reference.ops.library import twin
+from reference.float8.kept_tensor import KeptTensor
 from reference.ops.optimizers import adam_states
 from reference.ops.optimizers.adam_states import RANGES
 from reference.optimizers.parameters import Where, check_part
@@ -54,7 +53,7 @@ class Layout(NamedTuple):
         """The dtype of a parameter's master."""
         if not self.remainders:
             return self.master
-        halved = local.dtype == torch.bfloat16 and not isinstance(local, Float8Tensor)
+        halved = local.dtype == torch.bfloat16 and not isinstance(local, KeptTensor)
         return torch.int16 if halved else self.master
 
     @property
@@ -70,7 +69,7 @@ class Layout(NamedTuple):
 
 def needs_master(local: torch.Tensor, master_weights: bool) -> bool:
     """Whether a parameter's step works on a copy in more bits."""
-    return isinstance(local, Float8Tensor) or (master_weights and local.dtype != torch.float32)
+    return isinstance(local, KeptTensor) or (master_weights and local.dtype != torch.float32)
 
 
 def check_layout(layout: Layout) -> None:
@@ -161,19 +160,18 @@ def checked_scales(layout: Layout, where: Where, state: State, local: torch.Tens
 
 def _start(local: torch.Tensor, first: bool) -> torch.Tensor:
     """A parameter's numbers in fp32, or before its `first` step what a weight in FP8 was drawn as."""
-    if not isinstance(local, Float8Tensor):
+    if not isinstance(local, KeptTensor):
         return local.detach().float()
     drawn = _drawn(local) if first else None
     return local.dequantize(dtype=torch.float32) if drawn is None else drawn
 
 
-def _drawn(p: Float8Tensor) -> torch.Tensor | None:
+def _drawn(p: KeptTensor) -> torch.Tensor | None:
     """A weight's initial values in fp32, if they were preserved and the FP8 weight is still their cast."""
     drawn = getattr(p, "get_high_precision_init_val", lambda: None)()
     if drawn is None:
         return None
-    codes, _ = twin.cast(drawn.to(p.device), 1 / p._scale_inv, None, 0, FP8)
-    if torch.equal(codes.view(torch.uint8), p._data):
+    if p.is_cast_of(drawn):
         return drawn.to(p.device, torch.float32, copy=True)
     say_once(
         "not as drawn",

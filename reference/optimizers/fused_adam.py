@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from reference.arguments import check_arguments
-from reference.float8.float8_tensor import Float8Tensor
+from reference.float8.kept_tensor import KeptTensor
 from reference.float8.quantized_tensor import write
 from reference.nn.core.attributes import OfAdam
 from reference.ops.library import twin
@@ -46,8 +46,8 @@ class FusedAdam(OfAdam, torch.optim.Optimizer):
     (`reference.optimizers.adam_layout`; docs/optimizers.md). A parameter in fp32 is its own master. A weight kept in
     FP8 (`quantized_model_init`) needs a master. The master starts from the weight's initial values, if those were
     preserved and the weight is still their cast; after each step it is written to the weight by the cast of
-    `reference.float8.float8_tensor`. A DTensor's state consists of DTensors like it, and each rank changes its own
-    shard.
+    `reference.float8.kept_tensor`: a scale that depends on what is cast is that of the fp32 master. A DTensor's state
+    consists of DTensors like it, and each rank changes its own shard.
 
     A group counts its steps in `step`, an int; with `capturable` an int32 tensor. A step checks everything before it
     changes anything: a refused step leaves every tensor and every count as it was.
@@ -315,7 +315,7 @@ class FusedAdam(OfAdam, torch.optim.Optimizer):
                     state = made[p] = {**state, **adam_layout.made(layout, p, local, MASTER)}
                 first, second, master = checked(layout, where, state, local)
                 scales = adam_layout.checked_scales(layout, where, state, local) if scaled else None
-                fp8 = isinstance(local, Float8Tensor)
+                fp8 = isinstance(local, KeptTensor)
                 add(local, grad, fp8, first, second, master, scales)
                 memory = local.codes if fp8 else local  # type: ignore[attr-defined]
                 start = memory.data_ptr()
@@ -330,7 +330,7 @@ class FusedAdam(OfAdam, torch.optim.Optimizer):
         return made, work
 
     def _check_captured(self, where: tuple[int, int], local: torch.Tensor, rate: torch.Tensor) -> None:
-        if isinstance(local, Float8Tensor):
+        if isinstance(local, KeptTensor):
             raise NotImplementedError(
                 f"{WHO}: {named(where)} is kept in FP8; with capturable=True one in fp32 or 16 bits is accepted."
             )

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from reference.arguments import is_real
-from reference.float8.float8_tensor import Float8Tensor
+from reference.float8.kept_tensor import KeptTensor
 from reference.numbers import formats
 from reference.ops.library import no_implementation
 from reference.support.dtensor import is_dtensor, placed, shard
@@ -75,7 +75,7 @@ def unwrapped(who: str, where: Where, p: Any, grad: Any) -> tuple[torch.Tensor, 
     local, local_grad = shard(p), shard(grad)
     for name, x in ((named(where), local), (f"the gradient of {named(where)}", local_grad)):
         plain = type(x) in PLAIN or type(x).__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
-        if not plain and not (isinstance(x, Float8Tensor) and x is local):
+        if not plain and not (isinstance(x, KeptTensor) and x is local):
             raise TypeError(
                 f"{who}: {name} is a {type(x).__name__}; plain tensors, DTensors of them, and as parameters "
                 f"weights that are kept in FP8 are accepted."
@@ -97,11 +97,11 @@ def check_parameter(
     whether the gradient of a parameter in 16 bits may have another dtype.
     """
     dtype, shape, device = p.dtype, p.shape, p.device
-    plain = dtype in formats.WIDE_DTYPES and not isinstance(p, Float8Tensor)
+    plain = dtype in formats.WIDE_DTYPES and not isinstance(p, KeptTensor)
     fits = grad.dtype is dtype and grad.shape == shape and grad.device == device and grad.layout is torch.strided
     if plain and fits and p.is_contiguous():
         return
-    if isinstance(p, Float8Tensor) and not fp8:
+    if isinstance(p, KeptTensor) and not fp8:
         raise ValueError(f"{who}: {named(where)} is kept in FP8; {instead} accepted.")
     if dtype not in formats.WIDE_DTYPES:
         raise TypeError(f"{who}: {named(where)} is {dtype}; float32, bfloat16 and float16 are accepted.")
@@ -109,7 +109,7 @@ def check_parameter(
         raise ValueError(f"{who}: {named(where)} is not contiguous; contiguous parameters are accepted.")
     if grad.layout is not torch.strided:
         raise TypeError(f"{who}: {named(where)}, its gradient is sparse; dense gradients are accepted.")
-    wide = any_dtype or dtype is torch.float32 or isinstance(p, Float8Tensor)
+    wide = any_dtype or dtype is torch.float32 or isinstance(p, KeptTensor)
     if grad.dtype is not dtype and not (wide and grad.dtype in formats.WIDE_DTYPES):
         accepted = "float32, bfloat16 and float16 are" if wide else f"{dtype} is"
         raise TypeError(f"{who}: {named(where)}, its gradient is {grad.dtype}; {accepted} accepted.")

@@ -7,9 +7,9 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 
-from reference.recipes.quantized import Accumulation
+from reference.recipes.quantized import KEEPING, Accumulation
 from reference.recipes.quantizer import Dequantized, ForwardOnly, HighPrecision, Quantizer
-from reference.recipes.roles import Role, Roles
+from reference.recipes.roles import Role, Roles, linear_map
 
 _OVERRIDES = {"high_precision": ForwardOnly, "dequantized": Dequantized}  # how backward reads a forward's tensors
 _fixed: dict[Any, Any] = {}  # by each recipe, the copy of it that autocast and layers keep
@@ -92,6 +92,18 @@ class Recipe:
     fp8_dpa: bool = False
     backward_override: str | None = None
     history_rows: ClassVar[int | None] = None
+    rows_of_parts: ClassVar[int] = 16
+    """A kept weight in several parameters: each has a multiple of so many rows."""
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether `quantized_model_init` keeps weights in what this recipe's quantizer of a weight makes.
+
+        A recipe with state keeps them with one scale, that of the state (`reference.float8.float8_tensor`).
+        """
+        if self.history_rows is not None:
+            return True
+        return self.quantizer(linear_map("", "weight").weight, None).layout in KEEPING
 
     @property
     def fixed(self) -> Self:

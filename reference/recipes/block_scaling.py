@@ -15,13 +15,25 @@ Names, defaults and meaning are Transformer Engine's (`transformer_engine.common
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
+from reference.ops.casts.cast_blocks import BLOCK, blocks_of, scale_shape
 from reference.ops.library import twin
 from reference.recipes.base import Format, MMParams, QParams, Recipe, check_recipe
-from reference.recipes.quantized import DEQUANTIZE, PRODUCTS, Operand, Products, Quantized, dgrad, fprop
+from reference.recipes.quantized import (
+    DEQUANTIZE,
+    KEEPING,
+    PIECES,
+    PRODUCTS,
+    Keeping,
+    Operand,
+    Products,
+    Quantized,
+    dgrad,
+    fprop,
+)
 from reference.recipes.quantizer import ActivationPlan, Produced, Quantizer
 from reference.recipes.roles import Role
 
@@ -59,6 +71,8 @@ class Float8BlockScaling(Recipe):
     fp8_dpa: bool = False
     fp8_mha: bool = False
     backward_override: str | None = None
+
+    rows_of_parts: ClassVar[int] = BLOCK
 
     def __post_init__(self) -> None:
         self.check()
@@ -111,8 +125,12 @@ class InBlocks(Quantizer):
         self.dtype, self.square, self.dialect = dtype, square, dialect
         self.key = ("in blocks", dtype, square, dialect)
 
+    @property
+    def layout(self) -> str:  # type: ignore[override]
+        return SQUARES if self.square else ROWS
+
     def quantize(self, x: torch.Tensor, transpose: bool) -> Quantized:
-        how, layout = (self.dtype, self.square, self.dialect, 0.0), SQUARES if self.square else ROWS
+        how, layout = (self.dtype, self.square, self.dialect, 0.0), self.layout
         if not transpose:
             q, scale_inv = twin.cast_blocks(x, *how)
             return Quantized(Operand(q, scale_inv, layout), None)
@@ -174,6 +192,27 @@ def _residual(a: Operand, b: Operand, *rest: Any) -> torch.Tensor:
     return twin.gemm_fp8_blocks_bias_dropout_add(*_operands(a, b), *rest)
 
 
+def _turned(scales: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """The scales of the transpose of codes of that shape in square blocks; they begin at the same corner."""
+    rows, cols = shape
+    found = torch.zeros(scale_shape(cols, rows, True), dtype=torch.float32, device=scales.device)
+    found[:, : blocks_of(rows)] = scales[:, : blocks_of(cols)].t()
+    return found
+
+
+def _pieces(a: Operand, sizes: list[int]) -> list[Operand]:
+    """Columns in pieces, each but the last a multiple of a block: the blocks stay what they are."""
+    assert a.scales is not None
+    split = zip(a.codes.split(sizes, 1), a.scales.split([blocks_of(size) for size in sizes]), strict=True)
+    return [a._replace(codes=codes.contiguous(), scales=scales) for codes, scales in split]
+
+
+PIECES[ROWS] = _pieces
+KEEPING[SQUARES] = Keeping(
+    lambda shape: scale_shape(shape[0], shape[1], True),
+    _turned,
+    lambda scales, shape: scales[:, : blocks_of(shape[1])],
+)
 DEQUANTIZE[ROWS] = lambda a, dtype: twin.dequantize(a.codes, a.scales, False, dtype)
 DEQUANTIZE[SQUARES] = lambda a, dtype: twin.dequantize(a.codes, a.scales, True, dtype)
 for _layouts in ((ROWS, ROWS), (ROWS, SQUARES), (SQUARES, ROWS)):

@@ -24,7 +24,7 @@ import torch
 
 from reference.ops.library import twin
 from reference.recipes.base import Format, MMParams, QParams, Recipe, check_recipe
-from reference.recipes.quantized import Operand, Quantized, cast_together, dgrad, fprop, per_tensor
+from reference.recipes.quantized import PER_TENSOR, Operand, Quantized, cast_together, dgrad, fprop, per_tensor
 from reference.recipes.quantizer import ActivationPlan, NormPlan, Produced, Quantizer
 from reference.recipes.roles import Role
 
@@ -107,6 +107,7 @@ class Current(Quantizer):
     """Casts a tensor with the scale of its own amax; dtype, power_of_two and epsilon are `twin::current_scale`'s."""
 
     fp8 = True
+    layout = PER_TENSOR
 
     def __init__(self, dtype: torch.dtype, power_of_two: bool, epsilon: float) -> None:
         self.dtype = dtype

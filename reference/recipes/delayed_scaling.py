@@ -193,7 +193,7 @@ class Delayed(Quantizer):
     def activation(
         self, x: Quantized, w: Quantized, bias: torch.Tensor | None, plan: ActivationPlan, transpose: bool
     ) -> tuple[torch.Tensor, Quantized]:
-        if x.row.layout != PER_TENSOR:
+        if not x.row.layout == w.row.layout == PER_TENSOR:
             return super().activation(x, w, bias, plan, transpose)
         operands = (x.row.codes, w.row.codes, x.row.scales, w.row.scales, gemm_bias(x.row, w.row, bias, plan.dtype))
         h, *cast = twin.gemm_fp8_activation(*operands, plan.dtype, plan.kind, *self._state())
@@ -216,7 +216,7 @@ class Delayed(Quantizer):
     def activation_grad(
         self, g: Quantized, w: Operand, h: torch.Tensor, plan: ActivationPlan, transpose: bool, dbias: bool
     ) -> Produced:
-        if g.row.layout != PER_TENSOR:
+        if not g.row.layout == w.layout == PER_TENSOR:
             return super().activation_grad(g, w, h, plan, transpose, dbias)
         operands = (g.row.codes, w.codes, g.row.scales, w.scales)
         *cast, db = twin.gemm_fp8_activation_backward(*operands, h, plan.kind, *self._state())

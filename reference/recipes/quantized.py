@@ -185,13 +185,44 @@ def dequantize(a: Operand, cols: int, dtype: torch.dtype) -> torch.Tensor:
     return DEQUANTIZE[a.layout](a, dtype)
 
 
+class Keeping(NamedTuple):
+    """How a weight is kept in a layout alone, without the numbers that were cast: its codes turned are those of wᵀ.
+
+    Attributes:
+        scales: shape of the codes `[rows, cols]` → shape of their scales.
+        turned: (scales, that shape) → the scales of the transposed codes; None where they are the same tensor.
+        used: (scales, that shape) → those of them that some code has; None where that is all.
+    """
+
+    scales: Callable[[torch.Size], tuple[int, ...]]
+    turned: Callable[[torch.Tensor, torch.Size], torch.Tensor] | None = None
+    used: Callable[[torch.Tensor, torch.Size], torch.Tensor] | None = None
+
+
+KEEPING: dict[str, Keeping] = {PER_TENSOR: Keeping(lambda shape: (1,))}
+"""The layouts in which `quantized_model_init` keeps weights; a recipe's file adds its own."""
+
+
+Pieces = Callable[[Operand, list[int]], list[Operand]]
+PIECES: dict[str, Pieces] = {}
+"""An operand's columns in pieces of these sizes, by a layout whose scales are those of blocks."""
+
+
+def pieces_of(a: Operand, sizes: list[int]) -> list[Operand]:
+    """The columns of an operand in pieces, each an operand of its own."""
+    if a.layout in PIECES:
+        return PIECES[a.layout](a, sizes)
+    return [a._replace(codes=codes.contiguous()) for codes in a.codes.split(sizes, 1)]
+
+
 def products(a: Operand, b: Operand) -> Products:
     """The GEMMs of two operands; a sentence where there are none."""
     found = PRODUCTS.get((a.layout, b.layout))
     if found is None:
         raise NotImplementedError(
             f"a GEMM of {a.layout} and {b.layout} operands is not offered: a weight that quantized_model_init keeps in "
-            f"FP8 has one scale for all of it; with such weights DelayedScaling and Float8CurrentScaling are accepted."
+            f"FP8 has the scales of the recipe that it was given; an autocast with that recipe is accepted, and where "
+            f"that has one scale for a tensor, DelayedScaling or Float8CurrentScaling."
         )
     return found
 
@@ -252,8 +283,7 @@ def dgrad(g: Quantized, w: Operand | Stacked | None, out_dtype: torch.dtype, how
     if not isinstance(w, Stacked):
         return gemm(g.row, w, None, out_dtype, how.dgrad)
     rows = [one.codes.shape[1] for one in w.parts]
-    pieces = [g.row._replace(codes=codes.contiguous()) for codes in g.row.codes.split(rows, 1)]
-    first, *others = zip(pieces, w.parts, strict=True)
+    first, *others = zip(pieces_of(g.row, rows), w.parts, strict=True)
     dx = gemm(*first, None, torch.float32, how.dgrad)
     for piece, one in others:
         products(piece, one).add(piece, one, dx)

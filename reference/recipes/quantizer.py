@@ -42,12 +42,14 @@ class Quantizer:
         dtype: of the codes.
         dtype_t: of the transposed codes, which backward reads; None where it is `dtype`.
         fp8: whether the codes are FP8.
+        layout: that of `quantize(x).row`, where `quantized_model_init` may keep a weight in it (`KEEPING`); else None.
     """
 
     key: Hashable
     dtype: torch.dtype
     dtype_t: torch.dtype | None = None
     fp8 = False
+    layout: str | None = None
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """The tensors that it reads besides its arguments."""

@@ -88,6 +88,11 @@ class Roles(NamedTuple):
         """The parameters that may be kept in FP8, and their columns."""
         return dict(self.parts) or {one.parameter: one.weight.column for one in self.gemms}
 
+    def of_weight(self, name: str) -> Role:
+        """The role of a parameter that may be kept in FP8; a part's is the weight's, with a column of its own."""
+        found = next((one.weight for one in self.gemms if one.parameter == name), self.gemms[0].weight)
+        return found._replace(column=self.weights[name])
+
     @property
     def slots(self) -> int:
         """For how many linear maps the state has columns, parts aside."""

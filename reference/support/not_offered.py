@@ -20,7 +20,10 @@ RECIPES = (
     "te.recipe has DelayedScaling, Float8CurrentScaling, Float8BlockScaling and Float8RowwiseScaling, and on a CPU "
     "MXFP8BlockScaling and NVFP4BlockScaling"
 )
-QUANTIZED = "te.Float8Tensor, with one scale for all of it, is the quantized tensor there is"
+QUANTIZED = (
+    "te.Float8Tensor, with one scale for all of it, is the quantized tensor there is, and as a weight "
+    "te.Float8BlockwiseQTensor"
+)
 _STORAGE = "there are no storages apart from tensors; inside of layers an FP8 matrix is a tuple of codes and scales"
 EXPERTS = "there are no layers for a mixture of experts"
 PARALLEL = "tensor, sequence and context parallelism are absent; data parallelism is PyTorch's own"
@@ -41,7 +44,7 @@ NAMES: dict[str, dict[str, str]] = {
         ATTENTION: "FusedMLAQUpProjFunction FusedMLAQUpProjRopeQuant GatedDeltaNetAttention GatedDeltaNet2Attention "
         "GatedDeltaProductAttention",
         RECIPES: "QuantizerRole QuantizerRequest DelayedScalingRequest custom_recipes",
-        QUANTIZED: "Float8BlockwiseQTensor Float8BlockwiseQTensorStorage Float8BlockQuantizer MXFP8Tensor "
+        QUANTIZED: "Float8BlockwiseQTensorStorage Float8BlockQuantizer MXFP8Tensor "
         "MXFP8TensorStorage MXFP8Quantizer NVFP4Tensor NVFP4TensorStorage NVFP4Quantizer HybridQuantizedTensor "
         "HybridQuantizedTensorStorage HybridQuantizer IdentityTensor IdentityTensorStorage IdentityQuantizer",
         _STORAGE: "QuantizedTensorStorage Float8TensorStorage prepare_for_saving restore_from_saved "
@@ -97,7 +100,7 @@ METHODS: dict[str, dict[str, str]] = {
     },
     "QuantizedTensor": {
         "its memory is free when nobody holds it": "clear",
-        "te.Float8Tensor has it, a view of one has not": "get_metadata make_like to_dtype",
+        "te.Float8Tensor has it, a view and a weight in blocks have not": "get_metadata make_like to_dtype",
     },
     "Float8Tensor": {"weights kept in FP8 are not sharded": "fsdp_pre_all_gather fsdp_post_all_gather"},
 }

@@ -31,7 +31,7 @@ from optimized.bench.kernels.gemm import fp8_operands, scaled_mm
 from optimized.bench.layers import layer_tables
 from optimized.bench.layers.layer_models import CASES, LINEAR, Case, Contestant, contestants, cudnn, linears
 from optimized.bench.memory_bound import COPY_BYTES, large_copy
-from reference.float8.float8_tensor import Float8Tensor
+from reference.float8.kept_tensor import KeptTensor
 
 NAME = "layer"
 WHAT = "GPT and Llama-like layers, against PyTorch, TE"
@@ -224,7 +224,7 @@ def memory(contestant: Contestant) -> list[dict[str, Any]]:
 
 def _parts(parameter: torch.Tensor) -> list[torch.Tensor]:
     """The tensors that hold a parameter; one that is kept in FP8 has codes, transposed codes and scale_inv."""
-    if not isinstance(parameter, Float8Tensor):
+    if not isinstance(parameter, KeptTensor):
         return [parameter]
     return [x for x in (parameter.codes, parameter.codes_t, parameter._scale_inv) if x is not None]
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from optimized.bench.models.single_gpu_models import Training
-from reference.float8.float8_tensor import Float8Tensor
+from reference.float8.kept_tensor import KeptTensor
 
 
 class Live(TorchDispatchMode):
@@ -75,7 +75,7 @@ class Allocator:
 def tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
     """Every plain tensor in nested values: of a weight in FP8 its codes, transposed codes and scale_inv."""
     for value in values:
-        if isinstance(value, Float8Tensor):
+        if isinstance(value, KeptTensor):
             yield from (x for x in (value.codes, value.codes_t, value._scale_inv) if x is not None)
         elif isinstance(value, torch.Tensor):
             yield value

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from reference.float8.float8_tensor import Float8Tensor
+from reference.float8.kept_tensor import KeptTensor
 from reference.inspect.recorded_step.ops import has_numbers
 from reference.nn.core.dropout import Generator
 from reference.state.scaling import KEYS
@@ -34,7 +34,7 @@ def _every_named(model: torch.nn.Module, optimizer: Any) -> Iterator[tuple[str, 
     parameters = list(model.named_parameters())
     for name, x in (*parameters, *model.named_buffers()):
         owner = name.rpartition(".")[0]
-        if isinstance(x, Float8Tensor):
+        if isinstance(x, KeptTensor):
             yield name, owner, x.codes
             yield f"{name}_scale_inv", owner, x._scale_inv
         elif type(x) in (torch.Tensor, torch.nn.Parameter):

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from reference.float8.float8_tensor import Float8Tensor, dequantized, operand
+from reference.float8.kept_tensor import KeptTensor, operand
 from reference.float8.quantized_tensor import QuantizedTensor
 from reference.memory.offload_marks import mark_not_offload
 from reference.recipe import Recipe
@@ -23,7 +23,7 @@ from reference.recipes.quantized import (
     Stacked,
     Weight,
     as_dtype,
-    per_tensor,
+    dequantize,
     stacked,
 )
 from reference.recipes.quantizer import Gemm, Quantizer
@@ -177,20 +177,19 @@ class ModuleContext:
             return self._unwrap_parts(x, trains)
         if not isinstance(x, QuantizedTensor):
             return x
-        if not (isinstance(x, Float8Tensor) and x.is_weight and self.gemms):
+        if not (isinstance(x, KeptTensor) and x.is_weight and self.gemms):
             say_once("quantized input", "a layer's input is quantized: it is read, and cast by the layer's own recipe")
             return x.numbers()
         quantizer = self._quantizer_of(x)
         wide = quantizer.dtype_t
-        codes, transposed, scale_inv = operand(x, transpose=trains and quantizer.fp8 and wide is None)
-        if quantizer.fp8:
-            if wide is None or not trains:
-                return per_tensor(codes, transposed, scale_inv)
-            return per_tensor(codes, None, scale_inv)._replace(
-                column=Operand(as_dtype(dequantized(codes, scale_inv, x.dtype), wide).t())
-            )
+        found = operand(x, transpose=trains and quantizer.fp8 and wide is None)
+        if quantizer.fp8 and (wide is None or not trains):
+            return found
+        numbers = dequantize(found.row, x.shape[1], x.dtype)
+        if wide is not None:
+            return found._replace(column=Operand(as_dtype(numbers, wide).t()))
         say_once("dequantized", "a weight that is kept in FP8 is used outside of FP8 autocast: it is dequantized")
-        return dequantized(codes, scale_inv, x.dtype)
+        return numbers
 
     def _unwrap_parts(self, parts: tuple[Any, ...], trains: bool) -> Any:
         """A weight of several parts, each kept in FP8: `Parts`, or dequantized outside of FP8."""
@@ -341,9 +340,9 @@ class BlockContext(NamedTuple):
     def unwrap_weight(self, x: Any, trains: bool) -> Any:
         """`ModuleContext.unwrap_weight` of the module that x's scales belong to, else of the first; without modules, x
         is read."""
-        if len(self.modules) > 1 and isinstance(x, Float8Tensor) and x.is_weight:
+        if len(self.modules) > 1 and isinstance(x, KeptTensor) and x.is_weight:
             for one in self.modules:
-                if one.module.fp8_meta.get("scaling_fwd") is x._kept.scales:
+                if one.module.says_scales(x):
                     return one.unwrap_weight(x, trains)
         if self.modules:
             return self.modules[0].unwrap_weight(x, trains)

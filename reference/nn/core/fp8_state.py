@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 
-from reference.float8.float8_tensor import Float8Tensor
+from reference.float8.kept_tensor import KeptTensor
 from reference.memory import recompute
 from reference.nn.core.parameters import parameter_device
 from reference.recipe import DelayedScaling, Recipe
 from reference.recipes.delayed_scaling import SCALED_MAX
+from reference.recipes.quantizer import Quantizer
 from reference.recipes.roles import Roles
 from reference.state import model_init, scaling
 from reference.state.autocast import AutocastState
@@ -42,11 +43,28 @@ class WithFP8State(torch.nn.Module):
     in_high_precision = False
     _fitted: Recipe | None = None  # the recipe that the state fits, if known: spares looking at it
     _store: WeightStore
+    _keepers: dict[str, Quantizer]  # of weights that are kept in FP8 under a recipe without state
 
     @property
     def fp8_weights(self) -> Mapping[str, int]:
         """The parameters that are or may be kept in FP8, and their columns of `scaling_fwd`."""
         return self.roles.weights
+
+    def scales_of(self, name: str) -> FP8TensorMeta | Quantizer:
+        """What says the scales of a weight that is kept: the layer's state, or the recipe's quantizer of its role."""
+        assert self.quantized_init is not None
+        recipe = self.quantized_init.recipe
+        if recipe.history_rows is not None:
+            state: FP8TensorMeta = self.fp8_meta[KEYS[0]]
+            return state
+        if name not in self._keepers:
+            self._keepers[name] = recipe.quantizer(self.roles.of_weight(name), None)
+        return self._keepers[name]
+
+    def says_scales(self, weight: KeptTensor) -> bool:
+        """Whether the scales of a kept weight are this layer's."""
+        scales: Any = weight._kept.scales
+        return self.fp8_meta.get(KEYS[0]) is scales or scales in self._keepers.values()
 
     def _parameter_device(self) -> torch.device:
         device = parameter_device(self)
@@ -59,13 +77,13 @@ class WithFP8State(torch.nn.Module):
 
     def _fresh_state(self, device: torch.device) -> None:
         """Reset scales to 1 and histories to 0; where weights are kept in FP8, create the state."""
+        recipe = None if self.quantized_init is None or not self.fp8_weights else self.quantized_init.recipe
         for key in KEYS:
             if key in self.fp8_meta:
                 self.fp8_meta[key].to(device)
                 self.fp8_meta[key].reset()
-            elif self.quantized_init is not None and self.fp8_weights:
-                recipe = self.quantized_init.recipe
-                self.fp8_meta[key] = FP8TensorMeta.fresh(self.state_columns()[key], recipe.amax_history_len, device)
+            elif recipe is not None and recipe.history_rows is not None:
+                self.fp8_meta[key] = FP8TensorMeta.fresh(self.state_columns()[key], recipe.history_rows, device)
                 self.fp8_meta[key].fit(recipe.scaled_max(key == KEYS[0]))
                 self.fp8_meta["recipe"] = recipe
         self._fitted = None
@@ -73,12 +91,13 @@ class WithFP8State(torch.nn.Module):
     def _bind_weights(self) -> None:
         """Let weights in FP8 take their scales from this module's state, except a shared one of another column."""
         for name, weight in self._fp8_parameters().items():
-            if "scaling_fwd" in self.fp8_meta and self.fp8_weights.get(name) == weight._kept.column:
+            has_state = isinstance(weight._kept.scales, FP8TensorMeta) and "scaling_fwd" in self.fp8_meta
+            if has_state and self.fp8_weights.get(name) == weight._kept.column:
                 weight.bind(self.fp8_meta["scaling_fwd"])
 
-    def _fp8_parameters(self) -> dict[str, Float8Tensor]:
+    def _fp8_parameters(self) -> dict[str, KeptTensor]:
         parameters: dict[str, Any] = self._parameters
-        return {name: weight for name, weight in parameters.items() if isinstance(weight, Float8Tensor)}
+        return {name: weight for name, weight in parameters.items() if isinstance(weight, KeptTensor)}
 
     def runs_in(self, recipe: Recipe) -> bool:
         """Whether FP8 autocast with that recipe means this layer."""

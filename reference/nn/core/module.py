@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from reference.float8.float8_tensor import FP8, Float8Tensor
+from reference.float8.kept_tensor import KeptTensor
 from reference.memory import recompute
 from reference.nn.core.attributes import OfModule
 from reference.nn.core.context import ModuleContext, Precision
@@ -38,6 +38,7 @@ class TransformerEngineBaseModule(OfModule, DelayedGradients, TensorGroup, Devic
         self.fp8_meta: dict[str, Any] = {}
         self._fitted: Recipe | None = None
         self._store = WeightStore()
+        self._keepers = {}
         self._precision: Precision | None = None  # that of the last forward in FP8
         self._wide: dict[torch.dtype, Precision] = {}  # of forwards outside of FP8
         self._membership: scaling.Membership | None = None
@@ -68,6 +69,7 @@ class TransformerEngineBaseModule(OfModule, DelayedGradients, TensorGroup, Devic
         state = dict(state)
         packed = state.pop("_fp8_workspaces")
         state.pop("_delayed", None)  # of 1.0: a queue, empty
+        state.setdefault("_keepers", {})
         super().__setstate__(state)
         self._store, self._wide = WeightStore(), {}
         self._store.unpack(packed)
@@ -100,7 +102,7 @@ class TransformerEngineBaseModule(OfModule, DelayedGradients, TensorGroup, Devic
         if self.quantized_init is None:
             init_method(weight)
             return
-        if isinstance(weight, Float8Tensor):
+        if isinstance(weight, KeptTensor):
             values = weight.numbers()
             init_method(values)
             weight.quantize_(values)
@@ -110,7 +112,7 @@ class TransformerEngineBaseModule(OfModule, DelayedGradients, TensorGroup, Devic
             values = weight.detach()
             if "scaling_fwd" not in self.fp8_meta:
                 self._fresh_state(weight.device)
-            cast = Float8Tensor.of(values, self.fp8_meta["scaling_fwd"], self.fp8_weights[name])
+            cast = KeptTensor.of(values, self.scales_of(name), self.fp8_weights[name])
             weight = torch.nn.Parameter(cast, requires_grad=weight.requires_grad)
             self._parameters[name] = weight  # not registered anew: Accelerate's init_empty_weights would rebuild it
         if self.quantized_init.preserve:
@@ -125,9 +127,7 @@ class TransformerEngineBaseModule(OfModule, DelayedGradients, TensorGroup, Devic
         for name, column in self.fp8_weights.items():
             weight = self._parameters[name]
             assert weight is not None
-            codes = torch.empty(weight.shape, dtype=FP8, device=weight.device)
-            scale_inv = torch.empty(1, dtype=torch.float32, device=weight.device)
-            kept = Float8Tensor.of_codes(codes, scale_inv, weight.dtype, self.fp8_meta["scaling_fwd"], column)
+            kept = KeptTensor.empty(weight.shape, weight.dtype, weight.device, self.scales_of(name), column)
             self._parameters[name] = torch.nn.Parameter(kept, requires_grad=weight.requires_grad)
 
     # --- forward -------------------------------------------------------------------------------------
@@ -222,7 +222,7 @@ class TransformerEngineBaseModule(OfModule, DelayedGradients, TensorGroup, Devic
             weight: Any = self._parameters.get(name)
             replaced = weight is None or isinstance(weight, torch.nn.Parameter)
             weight = getattr(self, name) if weight is None else weight
-            if replaced and not isinstance(weight, Float8Tensor):
+            if replaced and not isinstance(weight, KeptTensor):
                 raise RuntimeError(
                     f"{type(self).__name__}: {name} is a plain {weight.dtype} tensor in a layer that was made in "
                     f"quantized_model_init; a weight in FP8 is accepted. What replaced it (FSDP, a parametrization, an "

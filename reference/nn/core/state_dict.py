@@ -7,9 +7,11 @@ from typing import Any
 import torch
 
 from reference.checkpoints import checkpoint_format, transformer_engine_state
-from reference.float8.float8_tensor import FP8, Float8Tensor, dequantized
+from reference.float8.float8_storage import layout_of
+from reference.float8.kept_tensor import FP8, KeptTensor
 from reference.nn.core.fp8_state import WithFP8State
 from reference.recipe import DelayedScaling
+from reference.recipes.quantized import Operand, dequantize
 from reference.state.scaling import KEYS, FP8TensorMeta, columns_of, regrouped
 from reference.support.notice import say_once
 
@@ -101,7 +103,8 @@ class Checkpointed(WithFP8State):
             if theirs:
                 destination[prefix + name] = weight.numbers()
             elif not keep_vars:
-                destination[prefix + name], _, destination[f"{prefix}{name}_scale_inv"] = weight.operand(False)
+                kept = weight._kept
+                destination[prefix + name], destination[f"{prefix}{name}_scale_inv"] = kept.codes, kept.scale_inv
 
     def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
         """Take what Hugging Face's `from_pretrained` sets for a weight that is kept in FP8: its codes and scale_inv.
@@ -109,23 +112,24 @@ class Checkpointed(WithFP8State):
         Of a weight that the checkpoint lacks it sets undefined numbers here, and draws others.
         """
         weight = self._parameters.get(name.removesuffix("_scale_inv"))
-        if param is None or not isinstance(weight, Float8Tensor) or isinstance(param, Float8Tensor):
+        if param is None or not isinstance(weight, KeptTensor) or isinstance(param, KeptTensor):
             super().register_parameter(name, param)
         elif name.endswith("_scale_inv"):
+            weight.remove_caches()
             weight._kept.scale_inv = param.detach()
         elif param.dtype == FP8:
-            state, column = self.fp8_meta["scaling_fwd"], self.fp8_weights[name]
-            kept = Float8Tensor.of_codes(param.detach(), weight._scale_inv, weight.dtype, state, column)
+            scales, column = self.scales_of(name), self.fp8_weights[name]
+            kept = KeptTensor.of_codes(param.detach(), weight._scale_inv, weight.dtype, scales, column)
             self._put(name, kept, param)
         elif weight.is_meta and type(param) is torch.nn.Parameter and not param.is_meta:
-            if self.fp8_meta["scaling_fwd"].scale.is_meta:
+            if KEYS[0] in self.fp8_meta and self.fp8_meta[KEYS[0]].scale.is_meta:
                 self._fresh_state(param.device)
             self._put(name, weight.on(param.device), param)
             self._bind_weights()
         else:
             super().register_parameter(name, param)
 
-    def _put(self, name: str, weight: Float8Tensor, param: torch.nn.Parameter) -> None:
+    def _put(self, name: str, weight: KeptTensor, param: torch.nn.Parameter) -> None:
         """Replace a weight that is kept in FP8; the new one has the marks that a loader has put on `param`."""
         before: Any = self._parameters[name]
         self._parameters[name] = made = torch.nn.Parameter(weight, requires_grad=before.requires_grad)
@@ -171,7 +175,8 @@ class Checkpointed(WithFP8State):
         if self.fp8_weights or self.keeps_scales:
             device = own[0].device if own and assign else self._parameter_device()
             state = self.taken(state_dict, prefix, device)
-            if own if state is None else checkpoint_format.is_fresh(state):
+            stateless = self.quantized_init is not None and self.quantized_init.recipe.history_rows is None
+            if not stateless and (own if state is None else checkpoint_format.is_fresh(state)):
                 of = prefix.rstrip(".") or "the module"
                 say_once("fresh state", f"checkpoint: no FP8 state for {of!r}: scales start at 1, as in a fresh module")
             if state is not None:
@@ -190,21 +195,25 @@ class Checkpointed(WithFP8State):
         self._bind_weights()
 
     def _join_weights(self, state_dict: dict[str, Any], prefix: str, assign: bool) -> None:
-        """Convert each weight of `state_dict` to what this module keeps: a Float8Tensor, or numbers of its dtype."""
+        """Convert each weight of `state_dict` to what this module keeps: a KeptTensor, or numbers of its dtype."""
         for name, column in self.columns_of_parts().items():
             weight, value = self._parameters.get(name), state_dict.get(prefix + name)
             if weight is None or value is None:
                 continue
-            state: Any = self.fp8_meta.get("scaling_fwd")
+            scales: Any = None if self.quantized_init is None else self.scales_of(name)
+            dtype = value.dtype
             if value.dtype == FP8:
-                scale_inv = state_dict.pop(f"{prefix}{name}_scale_inv")
-                if self.quantized_init is None:
-                    value = dequantized(value, scale_inv, weight.dtype)
-                else:
-                    value = Float8Tensor.of_codes(value, scale_inv, weight.dtype, state, column)
-            elif self.quantized_init is not None and assign:  # copied otherwise, which casts
-                value = value.numbers() if isinstance(value, Float8Tensor) else value.detach()
-                value = Float8Tensor.of(value, state, column)
+                scale_inv, dtype = state_dict.pop(f"{prefix}{name}_scale_inv"), weight.dtype
+                layout = checkpoint_format.layout_beside(scale_inv, value.shape)
+                assert layout is not None  # it was checked
+                if scales is not None and layout == layout_of(scales):
+                    state_dict[prefix + name] = KeptTensor.of_codes(value, scale_inv, dtype, scales, column)
+                    continue
+                wide = dtype if scales is None else torch.float32
+                value = dequantize(Operand(value, scale_inv, layout), value.shape[-1], wide)
+            if scales is not None and assign:  # copied otherwise, which casts
+                value = value.numbers() if isinstance(value, KeptTensor) else value.detach()
+                value = KeptTensor.of(value, scales, column, dtype)
             state_dict[prefix + name] = value
 
 
@@ -214,7 +223,7 @@ class Checkpointed(WithFP8State):
 def _scale_inv(module: Checkpointed, name: str) -> torch.nn.Parameter:
     """The scale_inv of a weight that is kept in FP8. transformers asks for it by name, as for every other parameter."""
     weight = module._parameters.get(name)
-    if not isinstance(weight, Float8Tensor):
+    if not isinstance(weight, KeptTensor):
         raise AttributeError(f"{type(module).__name__}: {name} is not kept in FP8 and has no scale_inv.")
     found = torch.nn.Parameter(weight._scale_inv, requires_grad=False)
     # Whether transformers shall not count it among the missing: it is there, or will be drawn with its weight.
@@ -225,7 +234,7 @@ def _scale_inv(module: Checkpointed, name: str) -> torch.nn.Parameter:
 def _set_scale_inv(module: Checkpointed, value: Any, name: str) -> None:
     """Refused. transformers comes here where a checkpoint has a weight and no scale_inv."""
     weight: Any = module._parameters.get(name)
-    if isinstance(weight, Float8Tensor) and weight._scale_inv.is_meta and not weight.is_meta:
+    if isinstance(weight, KeptTensor) and weight._scale_inv.is_meta and not weight.is_meta:
         raise ValueError(
             f"from_pretrained: in the checkpoint {name} has no {name}_scale_inv, and {type(module).__name__} keeps it "
             f"in FP8: transformers has rounded numbers to codes without a scale. Such a checkpoint is accepted by "

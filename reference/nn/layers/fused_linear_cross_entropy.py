@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from reference.arguments import check_arguments
-from reference.float8.float8_tensor import Float8Tensor
+from reference.float8.kept_tensor import KeptTensor
 from reference.nn.core.autograd import differentiable, wanted
 from reference.nn.core.checks import activation_dtype, check_tensor
 from reference.nn.core.context import BlockContext
@@ -153,7 +153,7 @@ def fused_linear_cross_entropy(
 def _check_matrices(hidden: Any, weight: Any) -> None:
     check_tensor(NAME, "hidden", hidden)
     check_tensor(NAME, "weight", weight)
-    if isinstance(weight, Float8Tensor):
+    if isinstance(weight, KeptTensor):
         raise TypeError(f"{NAME}: weight is kept in FP8; a plain tensor is accepted.")
     if weight.dim() != 2 or not weight.numel() or hidden.dim() == 0 or hidden.shape[-1] != weight.shape[1]:
         raise ValueError(

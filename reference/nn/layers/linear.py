@@ -122,12 +122,16 @@ class LinearBase(TransformerEngineBaseModule):
 
     def _keep_parts(self, parts: dict[str, int]) -> None:
         """Let each part of a weight that is kept in FP8 have a scale of its own, that of a GEMM of its own."""
+        assert self.quantized_init is not None
+        recipe = self.quantized_init.recipe
+        fits, why = recipe.rows_of_parts, "rows of FP8 operands start at multiples of 16 bytes"
+        if fits > 16:
+            why = f"a block of {type(recipe).__name__} has {fits}"
         for name, rows in parts.items():
-            if rows % 16:
+            if rows % fits:
                 raise ValueError(
                     f"{type(self).__name__}: parameters_split gives {name.rstrip('_')!r} {rows} rows in "
-                    f"quantized_model_init; a multiple of 16 is accepted (rows of FP8 operands start at multiples of "
-                    f"16 bytes)."
+                    f"quantized_model_init; a multiple of {fits} is accepted ({why})."
                 )
         self.weight_names = [f"{part}weight" for part in parts]
         self._take_roles()
