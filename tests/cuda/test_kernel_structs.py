@@ -83,6 +83,8 @@ CASES = [
     Case("adafactor", "State", adafactor._STATE),
     Case("cat_cast_transpose", "Parts", cat_cast_transpose._PARTS),
     Case("cat_cast_transpose", "Part", cat_cast_transpose._PARTS["part"].base),
+    Case("cat_cast_blocks", "Parts", cat_cast_transpose._PARTS),
+    Case("cat_cast_blocks", "Part", cat_cast_transpose._PARTS["part"].base),
     table("clip_grads", clip_grads._ROW),
     table("grad_norm", grad_norm._ROW),
     table("multi_cast_transpose", multi_cast_transpose._MATRIX),

@@ -12,8 +12,6 @@ from reference.ops.activations.activation import GATED, KINDS, RECORDED
 from reference.ops.casts.cast_blocks import DIALECTS
 
 twin = torch.ops.twin
-forward = twin.activation_cast_blocks_transpose
-backward = twin.activation_backward_cast_blocks_transpose_dbias
 
 
 def _casts(shape: tuple[int, int], dtype: torch.dtype, kind: str, device: torch.device) -> Outputs:
@@ -23,9 +21,11 @@ def _casts(shape: tuple[int, int], dtype: torch.dtype, kind: str, device: torch.
     found: Outputs = {}
     for target in FP8:
         how, label = (target, "power_of_two", 0.0), short(target)
-        found |= named(f"q.{label} q_t.{label} s.{label} s_t.{label}", forward(x, kind, *how))
+        found |= named(
+            f"q.{label} q_t.{label} s.{label} s_t.{label}", twin.activation_cast_blocks_transpose(x, kind, *how)
+        )
         names = f"dq.{label} dq_t.{label} ds.{label} ds_t.{label} dbias.{label}"
-        found |= named(names, backward(grad, x, kind, *how))
+        found |= named(names, twin.activation_backward_cast_blocks_transpose_dbias(grad, x, kind, *how))
     return found
 
 
@@ -39,8 +39,10 @@ def _pair(
     c: Inputs, kind: str, rows: int, cols: int, dtype: torch.dtype, q: torch.dtype, dialect: str, start: int = 0
 ) -> Calls:
     x = c.x(rows, cols * (2 if kind in GATED else 1), dtype=dtype, start=start, special=rows > 100)
-    yield Call(forward, (x, kind, q, dialect, 0.0))
-    yield Call(backward, (c.x(rows, cols, dtype=dtype), x, kind, q, dialect, 0.0))
+    yield Call(twin.activation_cast_blocks_transpose, (x, kind, q, dialect, 0.0))
+    yield Call(
+        twin.activation_backward_cast_blocks_transpose_dbias, (c.x(rows, cols, dtype=dtype), x, kind, q, dialect, 0.0)
+    )
 
 
 def calls(c: Inputs) -> Calls:
@@ -52,7 +54,10 @@ def calls(c: Inputs) -> Calls:
     for kind, rows, cols, start in (("gelu", 0, 16, 0), ("gelu", 1, 16, 0), ("relu", 3, 16, 1), ("swiglu", 3, 1040, 1)):
         yield from _pair(c, kind, rows, cols, BF16, E4M3, "power_of_two", start)
     yield from _pair(c, "srelu", 128, 256, BF16, E5M2, "power_of_two")  # whole tiles
-    yield Call(backward, (c.x(3, 8), c.x(3, 16), "swiglu", E4M3, "power_of_two", 0.0))  # halves of half a tile's step
+    yield Call(
+        twin.activation_backward_cast_blocks_transpose_dbias,
+        (c.x(3, 8), c.x(3, 16), "swiglu", E4M3, "power_of_two", 0.0),
+    )  # halves of half a tile's step
 
 
 def sized(c: Inputs, rows: int, cols: int) -> Calls:

@@ -10,14 +10,15 @@ from optimized.recordings.calls import BF16, E4M3, E5M2, Call, Calls, Inputs
 from optimized.recordings.case import FP8, WIDE, Case, Outputs, named, numbers, short
 from reference.ops.casts.cast_blocks import DIALECTS
 
-op = torch.ops.twin.cat_cast_blocks_transpose_dbias
+twin = torch.ops.twin
 
 
 def _side_by_side(
     widths: tuple[int, ...], wide: torch.dtype, dtype: torch.dtype, groups: int, device: torch.device
 ) -> Outputs:
     xs = [numbers((300, groups * width), wide, 31 + i).to(device) for i, width in enumerate(widths)]
-    return named("codes codes_t scale_inv scale_inv_t dbias", op(xs, groups, dtype, "power_of_two", 0.0))
+    found = twin.cat_cast_blocks_transpose_dbias(xs, groups, dtype, "power_of_two", 0.0)
+    return named("codes codes_t scale_inv scale_inv_t dbias", found)
 
 
 def cases() -> Iterator[Case]:
@@ -28,6 +29,7 @@ def cases() -> Iterator[Case]:
 
 
 def calls(c: Inputs) -> Calls:
+    op = twin.cat_cast_blocks_transpose_dbias
     for dtype, q, groups in product(WIDE, FP8, (1, 3)):
         xs = [c.x(130, groups * width, dtype=dtype, special=True) for width in (32, 16, 16)]
         yield Call(op, (xs, groups, q, "power_of_two", 0.0))
@@ -39,4 +41,5 @@ def calls(c: Inputs) -> Calls:
 
 
 def sized(c: Inputs, rows: int, cols: int) -> Calls:
+    op = twin.cat_cast_blocks_transpose_dbias
     yield Call(op, ([c.x(rows, cols), c.x(rows, cols)], 1, E4M3, "power_of_two", 0.0))

@@ -192,6 +192,16 @@ def _joined(xs: list[T], groups: int, *scaling: Any) -> Results:
     return [x.double(), None, None, x.double().sum(0)]
 
 
+def _joined_in_blocks(xs: list[T], groups: int, *how: Any) -> Results:
+    x = side_by_side(xs, groups)
+    return [x.double(), None, None, None, x.double().sum(0)]
+
+
+def _activation_backward_in_blocks(grad: T, x: T, kind: str) -> Results:
+    dx = _act_grad(grad, x, kind)
+    return [dx, None, None, None, dx.sum(0)]
+
+
 def _activation_backward(grad: T, x: T, kind: str) -> Results:
     dx = _act_grad(grad, x, kind)
     return [dx, None, None, dx.sum(0)]
@@ -209,10 +219,15 @@ OPS: dict[str, Callable[..., Results]] = {
     ],
     "cast_transpose_dbias": lambda x, *_: [x.double(), None, None, x.double().sum(0)],
     "cat_cast_transpose_dbias": _joined,
+    "cat_cast_blocks_transpose_dbias": _joined_in_blocks,
     "dbias": lambda grad: [grad.double().sum(0)],
     "activation": lambda x, kind: [_act(x, kind)],
     "activation_scale": lambda x, kind, *_: [_act(x, kind)],
     "activation_backward": lambda grad, x, kind: [_act_grad(grad, x, kind)],
+    "activation_cast_blocks_transpose": lambda x, kind, *_: [_act(x, kind)],
+    "activation_backward_cast_blocks_transpose_dbias": lambda grad, x, kind, *_: _activation_backward_in_blocks(
+        grad, x, kind
+    ),
     "activation_scale_cast_transpose": lambda x, kind, *_: [_act(x, kind)],
     "activation_backward_scale": lambda grad, x, kind, *_: [_act_grad(grad, x, kind)],
     "activation_cast_transpose": lambda x, kind, *_: [_act(x, kind)],

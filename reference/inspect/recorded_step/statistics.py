@@ -28,7 +28,7 @@ from reference.ops.casts.cast_blocks import of_each
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _WIDE = (torch.float32, torch.bfloat16, torch.float16)
 # No matrices of numbers, or shown already.
-_ASIDE = ("codes_t", "scale", "scale_inv", "scale_inv_t", "mean", "rstd", "m", "inv")
+_ASIDE = ("codes_t", "scale", "scales", "scale_inv", "scale_inv_t", "mean", "rstd", "m", "inv")
 
 
 @dataclass(frozen=True)
@@ -77,9 +77,10 @@ class Statistics:
                 scale_inv = None
                 if written[i].dtype in _FP8:
                     scale_inv = next((written[j] for j in range(i + 1, len(names)) if names[j] == "scale_inv"), None)
-                    if scale_inv is not None and op.name.startswith("twin::cast_blocks"):
+                    if scale_inv is not None and "cast_blocks" in op.name:
+                        square = op.name.startswith("twin::cast_blocks") and args[2]
                         rows, cols = written[i].shape
-                        scale_inv = of_each(scale_inv, rows, cols, args[2])
+                        scale_inv = of_each(scale_inv, rows, cols, square)
                     elif scale_inv is not None and op.name.startswith("twin::cast_rowwise"):
                         scale_inv = scale_inv[:, None]
                 cast = self._name(op, 0) if scale_inv is not None and name == "codes" and i == 0 else name
