@@ -139,9 +139,9 @@ class KeptTensor(QuantizedTensor):
         found = [kept.codes, kept.scale_inv, *([kept.transposed, kept.scale_inv_t] if transpose else [])]
         return [x for x in found if x is not None]
 
-    def bind(self, meta: FP8TensorMeta) -> None:
-        """Use the scales of `meta` from now on."""
-        self._kept.scales = meta
+    def bind(self, scales: Scales) -> None:
+        """Use these scales from now on."""
+        self._kept.scales = scales
 
     def on(self, device: torch.device) -> "KeptTensor":
         """The same state on another device; zeros where it comes from the meta device."""

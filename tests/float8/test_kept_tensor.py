@@ -487,9 +487,35 @@ def test_layers_of_a_block_may_run_in_other_precisions(kind: str) -> None:
     with torch.no_grad():
         for p, q in zip(plain.parameters(), kept.parameters(), strict=True):
             p.copy_(q)
-    for layer in (kept, plain):
-        te.recipe.by_layer(layer, {"*proj": None, "layernorm_mlp": None})
-    compare(step(kept, recipe)[:1], step(plain, recipe)[:1], "attention's half in FP8 but for its projection")
+    layers = (kept, copy.deepcopy(kept), pickle.loads(pickle.dumps(kept)), plain)
+    for layer in layers:
+        te.recipe.by_layer(layer, {"*qkv": None, "layernorm_mlp": None})
+        for part in layer.modules():
+            assert all(
+                part.says_scales(w) for w in getattr(part, "_parameters", {}).values() if isinstance(w, KeptTensor)
+            )
+    found = [step(layer, recipe)[:1] for layer in layers]
+    for one in found[:-1]:
+        compare(one, found[-1], "attention's projection alone in FP8")
+
+
+def test_a_weight_may_be_shared_with_a_layer_of_another_recipe() -> None:
+    with te.quantized_model_init(recipe=RECIPES["blocks"]):
+        first = te.Linear(WIDE, WIDE, params_dtype=BF16)
+    with te.quantized_model_init(recipe=RECIPES["current"]):
+        second = te.Linear(WIDE, WIDE, params_dtype=BF16)
+    second.weight = first.weight
+    model = copy.deepcopy(torch.nn.Sequential(first, second))
+    assert model[0].weight is model[1].weight
+    optimizer = optimizer_of(model)
+    train(model, optimizer, RECIPES["blocks"], range(2))
+    (row, _), kept = (
+        RECIPES["blocks"]
+        .quantizer(first.roles.gemms[0].weight, None)
+        .quantize(optimizer.state[model[0].weight]["master_param"], False),
+        model[0].weight._kept,
+    )
+    compare([kept.codes, kept.scale_inv], [row.codes, row.scales], "the first layer's cast")
 
 
 # --- (d) refusals ----------------------------------------------------------------------------------------
