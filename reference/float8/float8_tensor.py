@@ -111,7 +111,7 @@ class Float8Tensor(Alike, KeptTensor):
         if isinstance(by, FP8TensorMeta):
             scale, amax = by.scale[column : column + 1], by.amax_history[0, column : column + 1]
             return Float8Quantizer(scale, amax, TE_DTYPES[FP8])
-        if isinstance(by, Current):
+        if type(by) is Current:
             _, power_of_two, epsilon = by.how
             return Float8CurrentScalingQuantizer(
                 TE_DTYPES[by.dtype], self.device, force_pow_2_scales=power_of_two, amax_epsilon=epsilon

@@ -41,7 +41,7 @@ from reference.float8.float8_storage import Kept, Scales, layout_of
 from reference.float8.quantized_tensor import QuantizedTensor, wrapper
 from reference.numbers.formats import WIDE_DTYPES
 from reference.ops.library import LIBRARY, twin
-from reference.recipes.quantized import Operand, Quantized, dequantize
+from reference.recipes.quantized import PER_TENSOR, Operand, Quantized, dequantize
 from reference.recipes.quantizer import Quantizer as OfRecipe
 from reference.state.scaling import FP8TensorMeta
 
@@ -139,9 +139,9 @@ class KeptTensor(QuantizedTensor):
         found = [kept.codes, kept.scale_inv, *([kept.transposed, kept.scale_inv_t] if transpose else [])]
         return [x for x in found if x is not None]
 
-    def bind(self, meta: FP8TensorMeta) -> None:
-        """Use the scales of `meta` from now on."""
-        self._kept.scales = meta
+    def bind(self, scales: Scales) -> None:
+        """Use these scales from now on."""
+        self._kept.scales = scales
 
     def on(self, device: torch.device) -> "KeptTensor":
         """The same state on another device; zeros where it comes from the meta device."""
@@ -230,12 +230,10 @@ class KeptTensor(QuantizedTensor):
     def _replace(self, values: torch.Tensor) -> None:
         """Take values of another shape: those of the same format with their scales, others cast by its own."""
         before, by = self._kept, self._kept.state()
-        if before.scale_inv_t is not None or before.scale_inv.shape != (1,):
-            fits = values.dim() == 2 and values.shape[1] % 16 == 0
-            if not fits:
-                raise ValueError(
-                    f"{type(self).__name__}: data has shape {list(values.shape)}; [rows, a multiple of 16] is accepted."
-                )
+        if before.layout != PER_TENSOR and (values.dim() != 2 or values.shape[1] % 16):
+            raise ValueError(
+                f"{type(self).__name__}: data has shape {list(values.shape)}; [rows, a multiple of 16] is accepted."
+            )
         new = Kept.empty(values.shape, before.codes.dtype, self.device, by, before.column)
         if _same_form(self, values):
             new.codes.copy_(values.codes)  # type: ignore[attr-defined]
@@ -281,7 +279,7 @@ class KeptTensor(QuantizedTensor):
         for target, values in pairs:
             kept = target._kept
             kept.count_write()
-            if _same_form(target, values) and (kept.scale_inv.shape == (1,) or values.shape == target.shape):
+            if _same_form(target, values) and (kept.layout == PER_TENSOR or values.shape == target.shape):
                 kept.codes.copy_(values.codes.expand(target.shape).reshape(kept.codes.shape))  # type: ignore
                 kept.scale_inv.copy_(values._scale_inv)  # type: ignore[attr-defined]
                 kept.turn()
@@ -340,7 +338,7 @@ def rebuilt(
     requires_grad: bool,
     parameter: bool,
     te_dtype: DType = DType.kFloat8E4M3,
-    layout: str = "per-tensor",
+    layout: str = PER_TENSOR,
 ) -> torch.Tensor:
     """The tensor of a pickle."""
     kept = Kept(data.view(FORMATS[te_dtype].dtype), scale_inv, None, scales, column, layout)

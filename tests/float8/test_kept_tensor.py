@@ -23,7 +23,19 @@ import optimized
 import reference as te
 from optimized.tapes import calls
 from reference.float8.kept_tensor import KeptTensor
-from reference.recipes.quantized import Operand, dequantize
+from reference.recipes.current_scaling import Current
+from reference.recipes.quantized import (
+    DEQUANTIZE,
+    KEEPING,
+    PER_TENSOR,
+    PRODUCTS,
+    Operand,
+    Products,
+    Quantized,
+    dequantize,
+)
+from reference.recipes.quantizer import Quantizer
+from reference.recipes.roles import Role
 
 BF16 = torch.bfloat16
 QParams = te.recipe.QParams
@@ -284,6 +296,67 @@ def test_it_is_played_from_tapes_and_casts_no_weight(kind: str) -> None:
     assert len(casts) == 4, "two inputs and two gradients"
 
 
+class Own(Quantizer):
+    """Half of current scaling's scale, in a layout of its own."""
+
+    fp8, layout = True, "a test's"
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype, self.key = dtype, ("own", dtype)
+
+    def quantize(self, x: torch.Tensor, transpose: bool) -> Quantized:
+        scale = Current(self.dtype, False, 0.0).scale(x) / 2
+        codes, codes_t, scale_inv = torch.ops.twin.cast_transpose(x, scale, None, 0, self.dtype)
+        return Quantized(Operand(codes, scale_inv, Own.layout), Operand(codes_t, scale_inv, Own.layout))
+
+
+@dataclasses.dataclass(unsafe_hash=True)
+class OwnRecipe(te.recipe.Recipe):  # type: ignore[name-defined, misc]
+    fp8_format: te.Format = te.Format.HYBRID
+
+    def quantizer(self, role: Role, state: Any) -> Own:
+        return Own(self.codes(role.is_forward)[0])
+
+
+@pytest.mark.parametrize("name", ["Linear", "TransformerLayer"])
+def test_a_recipe_of_ones_own_needs_no_word_of_the_layers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its layout has an entry in each table, as a recipe's file adds them."""
+    recipe, own = OwnRecipe(), Own.layout
+    with pytest.raises(NotImplementedError, match=r"^quantized_model_init: recipe=OwnRecipe\(.*\) is not offered"):
+        te.quantized_model_init(recipe=recipe)
+
+    def as_one_scale(a: Operand) -> Operand:
+        return a._replace(layout=PER_TENSOR)
+
+    theirs = PRODUCTS[PER_TENSOR, PER_TENSOR]
+    monkeypatch.setitem(KEEPING, own, KEEPING[PER_TENSOR])
+    monkeypatch.setitem(DEQUANTIZE, own, lambda a, dtype: dequantize(as_one_scale(a), a.codes.shape[1], dtype))
+    monkeypatch.setitem(
+        PRODUCTS,
+        (own, own),
+        Products(
+            lambda a, b, *rest: theirs.multiply(as_one_scale(a), as_one_scale(b), *rest),
+            lambda a, b, out: theirs.add(as_one_scale(a), as_one_scale(b), out),
+            torch.bfloat16,
+        ),
+    )
+    kept, plain = (made(name, recipe, one, torch.float32) for one in (True, False))
+    assert {type(w) for w in weights(kept)} == {KeptTensor}
+    optimizers = optimizer_of(kept), optimizer_of(plain)
+    with torch.no_grad():
+        for p, q in zip(kept.parameters(), plain.parameters(), strict=True):
+            optimizers[0].initialize_state(p)
+            if isinstance(p, KeptTensor):
+                optimizers[0].set_scaled_state(p, "master_param", q.detach().clone())
+    for i in range(3):
+        compare(step(kept, recipe, i), step(plain, recipe, i), f"step {i}")
+        for one in optimizers:
+            one.step()
+    loaded = made(name, recipe, dtype=torch.float32)
+    loaded.load_state_dict(kept.state_dict(), strict=True)
+    compare(step(loaded, recipe), step(copy.deepcopy(kept), recipe), "from its checkpoint")
+
+
 # --- (b) checkpoints -------------------------------------------------------------------------------------
 
 
@@ -488,9 +561,35 @@ def test_layers_of_a_block_may_run_in_other_precisions(kind: str) -> None:
     with torch.no_grad():
         for p, q in zip(plain.parameters(), kept.parameters(), strict=True):
             p.copy_(q)
-    for layer in (kept, plain):
-        te.recipe.by_layer(layer, {"*proj": None, "layernorm_mlp": None})
-    compare(step(kept, recipe)[:1], step(plain, recipe)[:1], "attention's half in FP8 but for its projection")
+    layers = (kept, copy.deepcopy(kept), pickle.loads(pickle.dumps(kept)), plain)
+    for layer in layers:
+        te.recipe.by_layer(layer, {"*qkv": None, "layernorm_mlp": None})
+        for part in layer.modules():
+            assert all(
+                part.says_scales(w) for w in getattr(part, "_parameters", {}).values() if isinstance(w, KeptTensor)
+            )
+    found = [step(layer, recipe)[:1] for layer in layers]
+    for one in found[:-1]:
+        compare(one, found[-1], "attention's projection alone in FP8")
+
+
+def test_a_weight_may_be_shared_with_a_layer_of_another_recipe() -> None:
+    with te.quantized_model_init(recipe=RECIPES["blocks"]):
+        first = te.Linear(WIDE, WIDE, params_dtype=BF16)
+    with te.quantized_model_init(recipe=RECIPES["current"]):
+        second = te.Linear(WIDE, WIDE, params_dtype=BF16)
+    second.weight = first.weight
+    model = copy.deepcopy(torch.nn.Sequential(first, second))
+    assert model[0].weight is model[1].weight
+    optimizer = optimizer_of(model)
+    train(model, optimizer, RECIPES["blocks"], range(2))
+    (row, _), kept = (
+        RECIPES["blocks"]
+        .quantizer(first.roles.gemms[0].weight, None)
+        .quantize(optimizer.state[model[0].weight]["master_param"], False),
+        model[0].weight._kept,
+    )
+    compare([kept.codes, kept.scale_inv], [row.codes, row.scales], "the first layer's cast")
 
 
 # --- (d) refusals ----------------------------------------------------------------------------------------

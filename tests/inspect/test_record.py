@@ -70,10 +70,13 @@ def test_whole_outputs_replay_too(tmp_path: Path) -> None:
     assert all(access.whole is not None or not access.region.words for access in kept)
 
 
-def test_a_weight_kept_in_fp8_and_a_gradient_that_is_added(tmp_path: Path) -> None:
-    with te.quantized_model_init():
+@pytest.mark.parametrize(
+    "recipe", [te.DelayedScaling(), te.recipe.Float8CurrentScaling(), te.recipe.Float8BlockScaling()]
+)
+def test_a_weight_kept_in_fp8_and_a_gradient_that_is_added(recipe: Any, tmp_path: Path) -> None:
+    with te.quantized_model_init(recipe=recipe):
         kept = made("LayerNormMLP")
-    recorded(tmp_path / "a", kept, RECIPES["delayed"], optimizer_of(kept))
+    recorded(tmp_path / "a", kept, recipe, optimizer_of(kept))
     recording, result = replayed(tmp_path / "a")
     assert result.equal
     assert {"model/fc1_weight", "model/fc1_weight_scale_inv"} <= set(recording.tensors)

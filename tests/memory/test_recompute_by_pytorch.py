@@ -83,12 +83,13 @@ def test_masks_do_not_depend_on_the_random_state_that_pytorch_preserves(same_bit
         same_bits(a, b)
 
 
-def test_weights_that_are_kept_in_fp8(same_bits: Any) -> None:
+@pytest.mark.parametrize("recipe", [RECIPE, te.recipe.Float8CurrentScaling(), te.recipe.Float8BlockScaling()], ids=str)
+def test_weights_that_are_kept_in_fp8(recipe: Any, same_bits: Any) -> None:
     def make() -> torch.nn.Module:
-        with te.quantized_model_init(recipe=RECIPE):
+        with te.quantized_model_init(recipe=recipe):
             return te.LayerNormMLP(32, 64, params_dtype=BF16)
 
-    for a, b in zip(train(make, recomputed), train(make, plain), strict=True):
+    for a, b in zip(train(make, recomputed, recipe), train(make, plain, recipe), strict=True):
         same_bits(a, b)
 
 

@@ -89,11 +89,16 @@ class WithFP8State(torch.nn.Module):
         self._fitted = None
 
     def _bind_weights(self) -> None:
-        """Let weights in FP8 take their scales from this module's state, except a shared one of another column."""
+        """Let weights in FP8 take their scales from this module, except a shared one of another column or cast."""
         for name, weight in self._fp8_parameters().items():
-            has_state = isinstance(weight._kept.scales, FP8TensorMeta) and "scaling_fwd" in self.fp8_meta
-            if has_state and self.fp8_weights.get(name) == weight._kept.column:
-                weight.bind(self.fp8_meta["scaling_fwd"])
+            before = weight._kept.scales
+            if self.fp8_weights.get(name) != weight._kept.column:
+                continue
+            if isinstance(before, FP8TensorMeta) and KEYS[0] in self.fp8_meta:
+                weight.bind(self.fp8_meta[KEYS[0]])
+            keeper = self._keepers.get(name)
+            if keeper is not None and isinstance(before, Quantizer) and before.key == keeper.key:
+                weight.bind(keeper)
 
     def _fp8_parameters(self) -> dict[str, KeptTensor]:
         parameters: dict[str, Any] = self._parameters
