@@ -32,7 +32,7 @@ Source: Transformer Engine's `pytorch/quantized_tensor.py`.
 import copy
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -274,8 +274,8 @@ class KeptTensor(QuantizedTensor):
 
     @classmethod
     def write_all(cls, pairs: list[tuple[Any, torch.Tensor]]) -> None:
-        """Write values; one launch per device and dtype writes the weights of states with transposed codes."""
-        together: dict[tuple[torch.device, torch.dtype], list[tuple[Kept, torch.Tensor]]] = {}
+        """Write values; one launch per device and dtype writes the weights with one scale and transposed codes."""
+        together: dict[tuple[torch.device, torch.dtype, bool], list[_Write]] = {}
         for target, values in pairs:
             kept = target._kept
             kept.count_write()
@@ -287,21 +287,43 @@ class KeptTensor(QuantizedTensor):
             values = values.numbers() if isinstance(values, QuantizedTensor) else values.detach()
             dtype = values.dtype if values.dtype in WIDE_DTYPES else target.dtype
             values = values.to(target.device, dtype).expand(target.shape).reshape(kept.codes.shape).contiguous()
-            if kept.transposed is not None and isinstance(kept.state(), FP8TensorMeta):
-                together.setdefault((target.device, dtype), []).append((kept, values))
-            else:
+            found = _with_one_scale(kept, values)
+            if found is None:
                 kept.write(values, kept.state())
-        for found in together.values():
-            weights: list[Any] = [kept for kept, _ in found]
+            else:
+                together.setdefault((target.device, dtype, found.history is None), []).append(found)
+        for writes in together.values():
+            weights: list[Any] = [one.kept for one in writes]
             twin.multi_cast_transpose(
-                [values for _, values in found],
-                [kept.scales.scale for kept in weights],
-                [kept.scales.amax_history for kept in weights],
-                [kept.column for kept in weights],
+                [one.values for one in writes],
+                [one.scale for one in writes],
+                [one.history for one in writes if one.history is not None],
+                [one.column for one in writes],
                 [kept.codes for kept in weights],
                 [kept.transposed for kept in weights],
                 [kept.scale_inv for kept in weights],
             )
+
+
+class _Write(NamedTuple):
+    """Numbers for a weight with one scale: `scale` and, in a state, `history` have it in `column`."""
+
+    kept: Kept
+    values: torch.Tensor
+    scale: torch.Tensor
+    history: torch.Tensor | None
+    column: int
+
+
+def _with_one_scale(kept: Kept, values: torch.Tensor) -> _Write | None:
+    """A weight's write beside others; None where it has scales of blocks or no transposed codes, or is no weight."""
+    by = kept.state()
+    if kept.transposed is None or kept.layout != PER_TENSOR or isinstance(by, Quantizer):
+        return None
+    if isinstance(by, FP8TensorMeta):
+        return _Write(kept, values, by.scale, by.amax_history, kept.column)
+    scale = by.scale(values) if values.dim() == 2 and values.shape[1] % 16 == 0 else None
+    return None if scale is None else _Write(kept, values, scale, None, 0)
 
 
 def _same_form(target: KeptTensor, values: Any) -> bool:

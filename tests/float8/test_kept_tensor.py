@@ -357,6 +357,29 @@ def test_a_recipe_of_ones_own_needs_no_word_of_the_layers(name: str, monkeypatch
     compare(step(loaded, recipe), step(copy.deepcopy(kept), recipe), "from its checkpoint")
 
 
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("delayed", ["multi_cast_transpose"]),
+        ("current", ["current_scale", "current_scale", "current_scale", "current_scale", "multi_cast_transpose"]),
+        ("blocks", ["cast_blocks", "cast_blocks"]),
+    ],
+)
+def test_weights_with_one_scale_are_written_in_one_launch(kind: str, expected: list[str]) -> None:
+    with DryGpu() as gpu, te.quantized_model_init(recipe=RECIPES[kind]):
+        layer = optimized.LayerNormMLP(256, 512, params_dtype=BF16)
+        optimizer = optimizer_of(layer)
+        x = torch.empty(40, 2, 256, dtype=BF16, device="cuda").requires_grad_()
+        for _ in range(2):
+            with te.autocast(recipe=RECIPES[kind]):
+                y = layer(x)
+            y.backward(torch.empty_like(y))
+            gpu.lines.clear()
+            optimizer.step()
+        launched = [found[1] for line in gpu.lines if (found := re.match(r"(\w+)\.\w+ \[", line))]
+    assert [name for name in launched if name != "adam"] == expected
+
+
 # --- (b) checkpoints -------------------------------------------------------------------------------------
 
 
