@@ -7,10 +7,13 @@ The definition, with its rounding points: `reference.ops.gemms.gemm_fp8_blocks`.
 import functools
 import itertools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from optimized.cuda import launch
+from optimized.cuda.tensor_map import tensor_map_2d
 from optimized.ops.casts.amax import pointer
 from optimized.ops.gemms.gemm_config import FP8, OUTPUTS, TYPES, GemmConfig
 from optimized.ops.gemms.gemm_fp8 import add_bias_alone, launch_tiles
@@ -62,6 +65,21 @@ def beside_bytes(tile: Tile, squares: tuple[bool, bool]) -> int:
     return tile.stages * sum(16 * -(-count // 128) if square else 4 * count for count, square in rows)
 
 
+class Staged(NamedTuple):
+    """How tiles leave through shared memory: the macros STAGED, STAGE_COLUMNS, STAGE_REST of the kernel."""
+
+    buffers: int
+    columns: int = 64
+    rest: bool = False
+
+
+# Tiles that may leave so, where b's blocks are square. No op takes them before they have been timed.
+STAGED = tuple(
+    (Tile(2, 256, stages, mixed=128), Staged(*how))
+    for stages, how in ((4, (2,)), (4, (2, 64, True)), (4, (4, 32)), (3, (4,)))
+)
+
+
 @functools.lru_cache(maxsize=1024)
 def config(
     a: torch.dtype,
@@ -71,9 +89,10 @@ def config(
     tile: Tile,
     n: int,
     add: bool = False,
+    staged: Staged | None = None,
 ) -> GemmConfig:
     """One configuration of kernels/gemms/gemm_fp8_blocks.cu; only n % 32 counts. With `add` it adds to what the output
-    holds.
+    holds; with `staged` 16-bit tiles leave through shared memory.
     """
     macros: dict[str, int | str] = {
         "A_FORMAT": TYPES[a],
@@ -85,7 +104,12 @@ def config(
         **tile.macros("WARPGROUPS", "BLOCK_N", "NARROW", "STAGES"),
         "RUN": run(n, out, tile.block_n),
     }
-    return GemmConfig("gemm_fp8_blocks", tile, tuple(macros.items()), beside_bytes(tile, squares))
+    beside = beside_bytes(tile, squares)
+    if staged is not None:
+        macros |= {"STAGED": staged.buffers, "STAGE_COLUMNS": staged.columns, "STAGE_REST": int(staged.rest)}
+        start = -(tile.shared_bytes + beside) % 1024  # buffers begin at a multiple of 1024 bytes
+        beside += start + 4 * tile.warpgroups * staged.buffers * 16 * staged.columns * 2
+    return GemmConfig("gemm_fp8_blocks", tile, tuple(macros.items()), beside)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -117,6 +141,11 @@ _EVERY_FORMAT = itertools.product([_E5M2], FP8, OUTPUTS, _SQUARES[:1], [Tile(2, 
 _TILES = [tile for tile, _ in costs(False)]
 _ADDING = itertools.product([_E4M3], [_E4M3], OUTPUTS, _SQUARES[:1], _TILES, (16, 32), [True])
 CONFIGURATIONS = [config(*case).listed for case in (*_EVERY_TILE, *_EVERY_FORMAT, *_ADDING)]
+CONFIGURATIONS += [
+    config(_E4M3, _E4M3, torch.bfloat16, (False, True), tile, n, False, staged).listed
+    for tile, staged in STAGED
+    for n in (16, 32)
+]
 _FUSED_CHOICES = [
     *(
         ((_E4M3, _E4M3), torch.bfloat16, one, tile, n)
@@ -142,10 +171,12 @@ def gemm_fp8_blocks_tiled(
     out: torch.Tensor | None = None,
     add: bool = False,
     cut: int | None = None,
+    staged: Staged | None = None,
 ) -> torch.Tensor:
     """`gemm_fp8_blocks` with a given tile, one of `costs(b_square)`.
 
-    The arguments are those that `gemm_fp8_blocks` accepts; `out`, `add` and `cut` are as in `gemm.gemm_tiled`.
+    The arguments are those that `gemm_fp8_blocks` accepts; `out`, `add` and `cut` are as in `gemm.gemm_tiled`. With
+    `staged`, the tile is that beside it in `STAGED`, and the output has 16 bits.
     """
     (m, k), n = a.shape, b.shape[0]
     if out is None:
@@ -154,9 +185,13 @@ def gemm_fp8_blocks_tiled(
         return out
     if k == 0:  # the accumulators are +0, and only the bias remains
         return add_bias_alone(torch.zeros((m, n), dtype=torch.float32, device=a.device), bias, out, add)
-    one = config(a.dtype, b.dtype, out_dtype, (a_square, b_square), tile, 32 if n % 32 == 0 else 16, add)
+    one = config(a.dtype, b.dtype, out_dtype, (a_square, b_square), tile, 32 if n % 32 == 0 else 16, add, staged)
     found = [loadable(of) for of in (a_scale_inv, b_scale_inv)]
-    return launch_tiles(one, a, b, _arguments(found), bias, out, cut)
+    maps: tuple[launch.ByValue, ...] = ()
+    if staged is not None:
+        box = {"box_rows": 16, "box_cols": staged.columns, "swizzle": 128 if staged.columns == 64 else 0}
+        maps = (tensor_map_2d(out.data_ptr(), out.dtype, m, n, out.element_size() * n, **box).argument,)
+    return launch_tiles(one, a, b, (*maps, *_arguments(found)), bias, out, cut)
 
 
 def _arguments(scales: Sequence[torch.Tensor | None]) -> tuple[int | np.int32, ...]:
