@@ -7,8 +7,8 @@
 // tile. Blocks, warpgroups and stages are those of gemm_fp8.cu with split accumulation.
 //
 // Defines: A_FORMAT, B_FORMAT (E4M3 | E5M2), OUT (BF16 | FP16 | FP32), SQUARE_A, SQUARE_B, ACCUMULATE (0 | 1),
-// WARPGROUPS (1 | 2), BLOCK_N, NARROW, STAGES, RUN: as in gemm_fp8.cu. STAGED, if tiles leave through shared memory
-// (gemm_staged.cuh): buffers of a warp; then also STAGE_COLUMNS (32 | 64) and STAGE_REST (0 | 1).
+// WARPGROUPS (1 | 2), BLOCK_N, NARROW, STAGES, RUN: as in gemm_fp8.cu. If tiles leave through shared memory
+// (gemm_staged.cuh), also STAGED (StagedAll | StagedPart | StagedEarly), BUFFERS (of a warp) and BOX_COLUMNS (32 | 64).
 #include "gemm_fp8_blocks.cuh"
 #ifdef STAGED
 #include "gemm_staged.cuh"
@@ -29,10 +29,11 @@ struct Config : GemmDefaults {
     static constexpr int kProducers = kWarpgroups == 1 ? 4 : 1;  // small tiles have short k-blocks: warps copy in turns
 };
 using Gemm = GemmFP8<Config>;
-using Loop = SplitMainloop<Gemm>;
 #ifdef STAGED
-using Epilogue = StagedStore<Gemm, STAGED, STAGE_COLUMNS, STAGE_REST>;
+using Epilogue = STAGED<Gemm, BUFFERS, BOX_COLUMNS>;
+using Loop = Epilogue::Mainloop;
 #else
+using Loop = SplitMainloop<Gemm>;
 using Epilogue = ScaleBiasStore<OUT, Gemm::kRun, Gemm::kAcc, false, Config::kAccumulate>;
 #endif
 
@@ -68,7 +69,13 @@ extern "C" __global__ void __launch_bounds__(128 * (Config::kWarpgroups + 1), 1)
 #endif
         consume<Gemm::kAcc>(mainloop, epilogue);
     };
+#ifdef STAGED
+    if (threadIdx.x == 0) Epilogue::init(shared);
+#endif
     run_block<Gemm::Map, 232, 40>(shared, maps.a, maps.b, producing, consuming, [&] {
+#ifdef STAGED
+        Epilogue::assist(shared, tiles, bias, bias_type, n);
+#endif
         if (Config::kProducers > 1 && threadIdx.x / 32 % 4 < Config::kProducers && elect_one()) producing();
     });
 }

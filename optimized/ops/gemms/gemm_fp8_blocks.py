@@ -66,17 +66,32 @@ def beside_bytes(tile: Tile, squares: tuple[bool, bool]) -> int:
 
 
 class Staged(NamedTuple):
-    """How tiles leave through shared memory: the macros STAGED, STAGE_COLUMNS, STAGE_REST of the kernel."""
+    """How tiles leave through shared memory (kernels/gemms/gemm_staged.cuh).
 
+    Attributes:
+        store: "StagedAll", in boxes; "StagedPart", those boxes that have a buffer of their own; "StagedEarly", as
+            StagedAll, the first half under the second half's last chain, with a bias of the output's dtype.
+        buffers: of a warp, each for a box of 16 rows.
+        columns: of a box, 32 or 64.
+    """
+
+    store: str
     buffers: int
     columns: int = 64
-    rest: bool = False
 
 
 # Tiles that may leave so, where b's blocks are square. No op takes them before they have been timed.
 STAGED = tuple(
     (Tile(2, 256, stages, mixed=128), Staged(*how))
-    for stages, how in ((4, (2,)), (4, (2, 64, True)), (4, (4, 32)), (3, (4,)))
+    for stages, how in (
+        (4, ("StagedAll", 2)),
+        (4, ("StagedPart", 2)),
+        (4, ("StagedEarly", 2)),
+        (4, ("StagedAll", 4, 32)),
+        (4, ("StagedEarly", 4, 32)),
+        (3, ("StagedAll", 4)),
+        (3, ("StagedEarly", 4)),
+    )
 )
 
 
@@ -106,9 +121,10 @@ def config(
     }
     beside = beside_bytes(tile, squares)
     if staged is not None:
-        macros |= {"STAGED": staged.buffers, "STAGE_COLUMNS": staged.columns, "STAGE_REST": int(staged.rest)}
-        start = -(tile.shared_bytes + beside) % 1024  # buffers begin at a multiple of 1024 bytes
-        beside += start + 4 * tile.warpgroups * staged.buffers * 16 * staged.columns * 2
+        macros |= {"STAGED": staged.store, "BUFFERS": staged.buffers, "BOX_COLUMNS": staged.columns}
+        beside += 2 * tile.block_n + 16 if staged.store == "StagedEarly" else 0  # the bias, and two barriers
+        beside += -(tile.shared_bytes + beside) % 1024  # buffers begin at a multiple of 1024 bytes
+        beside += 4 * tile.warpgroups * staged.buffers * 16 * staged.columns * 2
     return GemmConfig("gemm_fp8_blocks", tile, tuple(macros.items()), beside)
 
 

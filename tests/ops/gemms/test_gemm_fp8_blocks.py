@@ -109,7 +109,7 @@ def test_tiles_that_leave_through_shared_memory(tile: Tile, staged: gemm_fp8_blo
         ((300, 1072, 272), (700, 784, 128), (5, 256, 144)), (BF16, torch.float16)
     ):
         (a, sa), (b, sb) = operand(m, k, False, m), operand(n, k, True, n)
-        bias = torch.randn(n, generator=torch.Generator().manual_seed(n))
+        bias = torch.randn(n, generator=torch.Generator().manual_seed(n)).to(dtype)
         memory = torch.full((m * n + 256,), -77.0, dtype=dtype, device="cuda")
         out = memory[128 : 128 + m * n].view(m, n)
         there = [x.cuda() for x in (a, b, sa, sb)]
