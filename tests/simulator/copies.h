@@ -120,6 +120,26 @@ void bulk_store(void* to, unsigned source, unsigned bytes, bool adds) {
     else fiber()->queued.push_back(std::move(bulk));
 }
 
+// By pieces of 16 bytes, which the swizzle does not take apart.
+void store_box(const void* opaque, unsigned source, const int* x, int rank) {
+    Map map;
+    memcpy(&map, opaque, sizeof map);
+    if (rank != map.rank || rank != 2) fail("a store of %d dimensions through a map of %d", rank, map.rank);
+    if (source % (map.swizzle ? 1024 : 128)) fail("a box is to be stored from %#x, which is not aligned", source);
+    const unsigned width = map.box[0] * map.element;
+    for (unsigned row = 0; row < map.box[1]; row++)
+        for (unsigned piece = 0; piece < width; piece += 16) {
+            const long long column = static_cast<long long>(x[0]) + piece / map.element;
+            const long long line = static_cast<long long>(x[1]) + row;
+            const long long left = (map.last[0] + 1ll - column) * map.element;
+            if (column < 0 || line < 0 || line > map.last[1] || left <= 0) continue;
+            const unsigned from = source + row * width + piece;
+            unsigned char* to = const_cast<unsigned char*>(map.pointer) + line * static_cast<long long>(map.strides[0]) +
+                                column * map.element;
+            bulk_store(to, map.swizzle ? swizzled(from) : from, left < 16 ? left : 16, false);
+        }
+}
+
 void bulk_commit() {
     fiber()->groups.push_back(std::move(fiber()->queued));
     fiber()->queued.clear();

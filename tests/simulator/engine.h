@@ -55,6 +55,7 @@ bool mbarrier_try_wait(unsigned address, unsigned parity);
 // --- the copy engine --------------------------------------------------------------------------------------------------
 void load_box(unsigned destination, const void* map, unsigned barrier, const int* x, int rank, unsigned blocks);
 void bulk_load(unsigned destination, const void* from, unsigned bytes, unsigned barrier);
+void store_box(const void* map, unsigned source, const int* x, int rank);
 void bulk_store(void* to, unsigned source, unsigned bytes, bool adds);
 void bulk_commit();
 void bulk_wait(int pending, bool read);  // `read`: until shared memory has been read

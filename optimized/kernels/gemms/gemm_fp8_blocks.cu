@@ -7,8 +7,12 @@
 // tile. Blocks, warpgroups and stages are those of gemm_fp8.cu with split accumulation.
 //
 // Defines: A_FORMAT, B_FORMAT (E4M3 | E5M2), OUT (BF16 | FP16 | FP32), SQUARE_A, SQUARE_B, ACCUMULATE (0 | 1),
-// WARPGROUPS (1 | 2 | 3), BLOCK_N, NARROW, STAGES, RUN: as in gemm_fp8.cu; three warpgroups where A has no square blocks.
+// WARPGROUPS (1 | 2 | 3), BLOCK_N, NARROW, STAGES, RUN: as in gemm_fp8.cu; three warpgroups where A has no square blocks;
+// STAGED where 16-bit tiles leave through shared memory (gemm_staged.cuh).
 #include "gemm_fp8_blocks.cuh"
+#ifdef STAGED
+#include "gemm_staged.cuh"
+#endif
 
 using namespace twin;
 
@@ -26,10 +30,17 @@ struct Config : GemmDefaults {
 };
 using Gemm = GemmFP8<Config>;
 using Loop = SplitMainloop<Gemm>;
+#ifdef STAGED
+using Epilogue = StagedStore<Gemm>;
+#else
 using Epilogue = ScaleBiasStore<OUT, Gemm::kRun, Gemm::kAcc, false, Config::kAccumulate>;
+#endif
 
 extern "C" __global__ void __launch_bounds__(128 * (Config::kWarpgroups + 1), 1)
     gemm_fp8_blocks(const __grid_constant__ OperandMaps maps, void* out, const void* bias, int bias_type,
+#ifdef STAGED
+                    const __grid_constant__ CUtensorMap out_map,
+#endif
                     const float* a_scale_inv, int a_stride, const float* b_scale_inv, int b_stride, int m, int n, int k,
                     int tile_count) {
     extern __shared__ __align__(1024) unsigned char memory[];
@@ -42,17 +53,22 @@ extern "C" __global__ void __launch_bounds__(128 * (Config::kWarpgroups + 1), 1)
             maps, shared, tiles, 0, k_blocks, m, n,
             [&](const Tile& tile, int kb) {
                 if constexpr (Config::kAccumulate)
-                    Gemm::prefetch_part<Epilogue::kFP32 ? 4 : 2>(out, tile, kb, k_blocks, m, n);
+                    Gemm::prefetch_part<same_type<OUT, FP32> ? 4 : 2>(out, tile, kb, k_blocks, m, n);
             },
             scales);
     };
     const auto consuming = [&] {
+#ifdef STAGED
+        Epilogue epilogue(out_map, shared, bias, bias_type, n);
+#else
         Epilogue epilogue(out, bias, bias_type, m, n);
-        Loop mainloop(shared, k_blocks);
         epilogue.scale = 1.0f;
+#endif
+        Loop mainloop(shared, k_blocks);
         consume<Gemm::kAcc>(mainloop, epilogue);
     };
-    run_block<Gemm::Map, Config::kWarpgroups == 3 ? 160 : 232, Config::kWarpgroups == 3 ? 32 : 40>(shared, maps.a, maps.b, producing, consuming, [&] {
+    constexpr bool kThree = Config::kWarpgroups == 3;
+    run_block<Gemm::Map, kThree ? 160 : 232, kThree ? 32 : 40>(shared, maps.a, maps.b, producing, consuming, [&] {
         if (Config::kProducers > 1 && threadIdx.x / 32 % 4 < Config::kProducers && elect_one()) producing();
     });
 }

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from optimized.cuda import launch
+from optimized.cuda.tensor_map import tensor_map_2d
 from optimized.ops.casts.amax import pointer
 from optimized.ops.gemms.gemm_config import FP8, OUTPUTS, TYPES, GemmConfig
 from optimized.ops.gemms.gemm_fp8 import add_bias_alone, launch_tiles
@@ -21,6 +23,7 @@ from reference.ops.gemms.gemm_fp8_blocks import accumulate_outputs, bias_dropout
 from reference.ops.library import on_cuda
 from reference.ops.random.dropout import keep_scale, threshold
 
+_BUFFERS, _BOX_ROWS, _BOX_COLUMNS = 4, 16, 32  # of a warp, of kernels/gemms/gemm_staged.cuh
 _SQUARES = ((False, False), (False, True), (True, False))
 # What a tile costs (gemm_tile.py): where b's blocks are square, and where they are of rows. A tile with square blocks
 # lies within one of them or begins with one, so those of 256 columns are mixed with half as wide ones. The cycles come
@@ -68,6 +71,11 @@ def beside_bytes(tile: Tile, squares: tuple[bool, bool]) -> int:
     return tile.stages * sum(16 * -(-count // 128) if square else 4 * count for count, square in rows)
 
 
+def leaves_staged(tile: Tile, squares: tuple[bool, bool], out: torch.dtype, add: bool) -> bool:
+    """Whether tiles leave through shared memory (kernels/gemms/gemm_staged.cuh): the largest, where there is room."""
+    return tile.block_n == 256 and squares[1] and out != torch.float32 and not add
+
+
 @functools.lru_cache(maxsize=1024)
 def config(
     a: torch.dtype,
@@ -91,7 +99,12 @@ def config(
         **tile.macros("WARPGROUPS", "BLOCK_N", "NARROW", "STAGES"),
         "RUN": run(n, out, tile.block_n),
     }
-    return GemmConfig("gemm_fp8_blocks", tile, tuple(macros.items()), beside_bytes(tile, squares))
+    beside = beside_bytes(tile, squares)
+    if leaves_staged(tile, squares, out, add):
+        macros["STAGED"] = 1
+        beside += -(tile.shared_bytes + beside) % 128  # where the first buffer begins
+        beside += 4 * tile.warpgroups * _BUFFERS * _BOX_ROWS * _BOX_COLUMNS * 2
+    return GemmConfig("gemm_fp8_blocks", tile, tuple(macros.items()), beside)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -162,7 +175,11 @@ def gemm_fp8_blocks_tiled(
         return add_bias_alone(torch.zeros((m, n), dtype=torch.float32, device=a.device), bias, out, add)
     one = config(a.dtype, b.dtype, out_dtype, (a_square, b_square), tile, 32 if n % 32 == 0 else 16, add)
     found = [loadable(of) for of in (a_scale_inv, b_scale_inv)]
-    return launch_tiles(one, a, b, _arguments(found), bias, out, cut)
+    maps: tuple[launch.ByValue, ...] = ()
+    if leaves_staged(tile, (a_square, b_square), out_dtype, add):
+        stride = out.element_size() * n
+        maps = (tensor_map_2d(out.data_ptr(), out.dtype, m, n, stride, _BOX_ROWS, _BOX_COLUMNS, swizzle=0).argument,)
+    return launch_tiles(one, a, b, (*maps, *_arguments(found)), bias, out, cut)
 
 
 def _arguments(scales: Sequence[torch.Tensor | None]) -> tuple[int | np.int32, ...]:

@@ -99,6 +99,25 @@ def test_a_gradient_is_added_to(dtype: torch.dtype) -> None:
     assert_same_bits(out, wanted)
 
 
+@pytest.mark.simulated
+@pytest.mark.gpu
+def test_tiles_that_leave_through_shared_memory() -> None:
+    """Ragged, wide and narrow tiles, several a block; nothing is written outside the output."""
+    (tile,) = (one for one, _ in gemm_fp8_blocks.costs((False, True)) if one.block_n == 256)
+    for (m, n, k), dtype in itertools.product(
+        ((300, 1072, 272), (700, 784, 128), (5, 256, 144)), (BF16, torch.float16)
+    ):
+        (a, sa), (b, sb) = operand(m, k, False, m), operand(n, k, True, n)
+        bias = torch.randn(n, generator=torch.Generator().manual_seed(n)).to(dtype)
+        memory = torch.full((m * n + 256,), -77.0, dtype=dtype, device="cuda")
+        out = memory[128 : 128 + m * n].view(m, n)
+        there = [x.cuda() for x in (a, b, sa, sb)]
+        gemm_fp8_blocks.gemm_fp8_blocks_tiled(*there, False, True, bias.cuda(), dtype, tile, out)
+        assert_same_bits(out, twin.gemm_fp8_blocks(a, b, sa, sb, False, True, bias, dtype), f"{(m, n, k)}")
+        assert bool((memory[:128] == -77).all()), "written before the output"
+        assert bool((memory[128 + m * n :] == -77).all()), "written after the output"
+
+
 def fused_arguments(m: int, n: int, k: int, squares: tuple[bool, bool], dtype: torch.dtype = BF16) -> tuple[Any, ...]:
     """Operands, a bias and a residual, some of which are -0, as are sums of +0 with them."""
     (a, sa), (b, sb) = operand(m, k, squares[0], m), operand(n, k, squares[1], n + 1)
