@@ -153,16 +153,14 @@ def test_bias_dropout_and_residual_after_a_product_are_the_two_ops(p: float, dty
 @pytest.mark.sample(6)
 @pytest.mark.simulated
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("squares", "tile"), [(one, tile) for one in SQUARES for tile in gemm_fp8_blocks.fused_tiles(one)], ids=str
-)
-def test_every_tile_of_the_fused_product(squares: tuple[bool, bool], tile: Tile) -> None:
+@pytest.mark.parametrize("tile", gemm_fp8_blocks.FUSED_TILES, ids=str)
+def test_every_tile_of_the_fused_product(tile: Tile) -> None:
     """On ragged shapes, with several tiles a block where there are few blocks."""
     run = functools.partial(gemm_fp8_blocks.gemm_fp8_blocks_bias_dropout_add, tile=tile)
     for shape, (p, parts) in itertools.product(
         ((1, 16, 16), (130, 544, 272), (330, 288, 144)), ((0.3, "br"), (0.3, "r"), (0.0, "br"), (1.0, "br"))
     ):
-        check_fused(fused_arguments(*shape, squares), p, parts, run)
+        check_fused(fused_arguments(*shape, gemm_fp8_blocks.FUSED_SQUARES), p, parts, run)
 
 
 @pytest.mark.gpu
@@ -175,7 +173,7 @@ def test_the_layers_residuals_against_the_kernels_one_by_one(squares: tuple[bool
         bias, residual = (torch.randn(*shape, device="cuda").bfloat16() for shape in ((n,), (m, n)))
         operands = [x.cuda() for x in (a, b, sa, sb)]
         states = torch.tensor([[7, 1], [7, 1]]).cuda()
-        tile = gemm_fp8_blocks.fused_tiles(squares)[0]
+        tile = gemm_fp8_blocks.FUSED_TILES[0]
         given = (*operands, *squares, bias, residual, BF16, p)
         found = gemm_fp8_blocks.gemm_fp8_blocks_bias_dropout_add(*given, states[0], tile=tile)
         x = twin.gemm_fp8_blocks(*operands, *squares, None, BF16)
