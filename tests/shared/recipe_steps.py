@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 
 import reference as te
@@ -41,3 +42,14 @@ def step(layer: Any, recipe: Any, device: str = "cpu") -> list[torch.Tensor]:
         y = layer(x)
     y.backward(numbers(2, *y.shape).to(device))
     return [t.detach().clone() for t in (y, x.grad, *(p.grad for p in layer.parameters()))]
+
+
+def assert_refused(cls: Any, arguments: dict[str, Any], sentence: str) -> None:
+    """A recipe refuses arguments when it is made, and the first of them where it is set."""
+    errors, match = (TypeError, ValueError, NotImplementedError), f"^{cls.__name__}: .*{sentence}"
+    with pytest.raises(errors, match=match):
+        cls(**arguments)
+    recipe = cls()
+    (name, value), *_ = arguments.items()
+    with pytest.raises(errors, match=match):
+        setattr(recipe, name, value)
