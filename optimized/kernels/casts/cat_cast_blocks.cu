@@ -16,9 +16,7 @@ constexpr bool kSums = WIDE != 0;
 struct SideBySide {
     const Parts& parts;
     __device__ __forceinline__ void load(Vector<kLanes> (&v)[kThreadRows], int row, int col, int left, size_t) const {
-        const Parts::Found found = parts.find(col);
-        const unsigned stride = parts.stride(found.part);
-        const wide_t* from = found.part.x + static_cast<size_t>(row) * stride + found.col;
+        auto [from, stride] = parts.at(row, col);
 #pragma unroll
         for (int r = 0; r < kThreadRows; r++) {
             v[r] = r < left ? load_once<kLanes>(from) : Vector<kLanes>{};

@@ -9,9 +9,8 @@ struct SideBySide {
     const Parts& parts;
 
     __device__ __forceinline__ Rows<unsigned> rows(size_t, size_t, int row, int col) const {
-        const Parts::Found found = parts.find(col);
-        const unsigned stride = parts.stride(found.part);
-        return {found.part.x + static_cast<size_t>(row) * stride + found.col, stride};
+        const Parts::Place place = parts.at(row, col);
+        return {place.x, place.stride};
     }
 };
 

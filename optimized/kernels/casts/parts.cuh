@@ -17,17 +17,17 @@ struct Parts {
     Part part[3];  // an unused one begins after a group's last column
     int groups, width;
 
-    // The part that has a column, and where the column is in it.
-    struct Found {
-        const Part& part;
-        int col;
+    // Where an element lies, and how far the next row is from there.
+    struct Place {
+        const wide_t* x;
+        unsigned stride;
     };
-    __device__ __forceinline__ Found find(int col) const {
+    __device__ __forceinline__ Place at(int row, int col) const {
         const int group = col / width, within = col % width;
         const Part& p = part[(within >= part[1].first) + (within >= part[2].first)];
-        return {p, group * p.width + within - p.first};
+        const unsigned stride = groups * p.width;
+        return {p.x + static_cast<size_t>(row) * stride + group * p.width + within - p.first, stride};
     }
-    __device__ __forceinline__ unsigned stride(const Part& p) const { return groups * p.width; }
 };
 
 }  // namespace twin
