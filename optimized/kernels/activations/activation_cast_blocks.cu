@@ -71,5 +71,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
     if (kSums) let_next_grid_start();  // `total` of casts/dbias.cu
     const int cols = (BACKWARD ? kHalves : 1) * m;
     cast_tile_in_blocks<false, true, kSums>(Activated{grad, x, m}, q, q_t, scale_inv, scale_inv_t, partial, epsilon,
-                                           dialect, rows, cols);
+                                            dialect, rows, cols);
 }

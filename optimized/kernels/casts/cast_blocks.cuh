@@ -14,7 +14,8 @@ namespace twin {
 
 constexpr int kBlock = 128, kThreadRows = 8;
 // The groups of a run stand side by side in a warp, or in half of one (16-bit elements): a row's threads.
-constexpr int kGroups = kBlock / kLanes, kRuns = kBlock / kThreadRows, kThreads = kGroups * kRuns, kWarps = kThreads / 32;
+constexpr int kGroups = kBlock / kLanes, kRuns = kBlock / kThreadRows, kThreads = kGroups * kRuns,
+              kWarps = kThreads / 32;
 constexpr int kLanesOfRow = kGroups / kThreadRows;  // in which a row's scale is found
 
 // Where a run's codes of a column lie in shared memory: two runs, 16 rows, side by side. Neighbouring groups put the same
@@ -64,8 +65,8 @@ struct Sums {
 };
 
 // Two threads of a warp have 16 rows of eight columns: each sums four columns.
-__device__ __forceinline__ void put_sums(const Vector<kLanes> (&v)[kThreadRows], float (&sums)[kBlock / kRunRows][kBlock],
-                                         int run, int group) {
+__device__ __forceinline__ void put_sums(const Vector<kLanes> (&v)[kThreadRows],
+                                         float (&sums)[kBlock / kRunRows][kBlock], int run, int group) {
     const bool later = run % 2;
     float sum[4];
 #pragma unroll
@@ -84,7 +85,8 @@ __device__ __forceinline__ void put_sums(const Vector<kLanes> (&v)[kThreadRows],
             sum[2 * w + i] = halving_sum(column);
         }
     }
-    *reinterpret_cast<float4*>(&sums[run / 2][group * kLanes + later * 4]) = make_float4(sum[0], sum[1], sum[2], sum[3]);
+    *reinterpret_cast<float4*>(&sums[run / 2][group * kLanes + later * 4]) =
+        make_float4(sum[0], sum[1], sum[2], sum[3]);
 }
 
 // partial [ceil(rows / 64), cols]: the sums of 64 rows.

@@ -30,6 +30,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
                     float* __restrict__ scale_inv, float* __restrict__ scale_inv_t, float* __restrict__ partial,
                     float epsilon, int dialect, int rows, int cols) {
     if (kSums) let_next_grid_start();  // `total` of dbias.cu
-    cast_tile_in_blocks<false, true, kSums>(SideBySide{parts}, q, q_t, scale_inv, scale_inv_t, partial, epsilon, dialect,
-                                           rows, cols);
+    cast_tile_in_blocks<false, true, kSums>(SideBySide{parts}, q, q_t, scale_inv, scale_inv_t, partial, epsilon,
+                                            dialect, rows, cols);
 }

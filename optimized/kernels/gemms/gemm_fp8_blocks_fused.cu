@@ -57,6 +57,5 @@ extern "C" __global__ void __launch_bounds__(128 * (Config::kWarpgroups + 1), 1)
     };
     if (threadIdx.x == 0) Epilogue::init(epilogue_shared);
     run_block<Gemm::Map, Epilogue::kConsumerRegisters, 504 - 2 * Epilogue::kConsumerRegisters>(
-        shared, maps.a, maps.b, producing, consuming,
-        [&] { Epilogue::assist(arguments, epilogue_shared, tiles, n); });
+        shared, maps.a, maps.b, producing, consuming, [&] { Epilogue::assist(arguments, epilogue_shared, tiles, n); });
 }
