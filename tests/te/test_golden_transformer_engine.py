@@ -7,7 +7,7 @@ says how many words differ.
 import pytest
 
 from optimized import measure
-from optimized.recordings import reader, transformer_engine
+from optimized.recordings import transformer_engine
 from optimized.recordings.transformer_engine_cases import CASES
 
 EXACT = {  # ops that compute Transformer Engine's words in every case: all parts of their results but a sum's order
@@ -24,10 +24,6 @@ EXACT_RECIPES = {  # the same of current and block scaling
     "block gemm": {"out"},
 }
 RECIPES = [name for name, case in CASES.items() if case.recipe != "delayed"]
-recipes_recorded = pytest.mark.skipif(
-    not (reader.DATA / f"{transformer_engine.RECORDING_RECIPES}.npz").is_file(),
-    reason="current and block scaling are not recorded yet: record_transformer_engine.py FOLDER --recipes does it",
-)
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +51,6 @@ def test_casts_products_and_scales_are_transformer_engines_in_every_word(summary
     }
 
 
-@recipes_recorded
 def test_casts_and_products_of_the_other_recipes_are_transformer_engines_in_every_word(
     summary: dict[str, list[dict]],
 ) -> None:
@@ -65,11 +60,7 @@ def test_casts_and_products_of_the_other_recipes_are_transformer_engines_in_ever
     assert {key: different[key] for key in expected} == expected
 
 
-LINEAR = [
-    pytest.param(name, marks=recipes_recorded if case.recipe != "delayed" else ())
-    for name, case in CASES.items()
-    if case.layer == "Linear"
-]
+LINEAR = [name for name, case in CASES.items() if case.layer == "Linear"]
 
 
 @pytest.mark.parametrize("name", LINEAR)
