@@ -258,7 +258,9 @@ def test_a_layer_under_each_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, share in shares.items():
         pairs = zip(timed.samples[f"ours, {name}"], timed.samples[f"theirs, {name}"], strict=True)
         assert share == pytest.approx(statistics.median(a / b for a, b in pairs))
-    (cells,) = ran.tables[0].rows
+    cells, graphs = ran.tables[0].rows
+    graphed = [f"{row['ms'][f'ours, {name}, CUDA graph']['median']:.2f}" for name in layer_recipes.RECIPES]
+    assert graphs == (f"{row['case']}, CUDA graph", "–", *graphed)
     for name, cell in zip(("bf16", *layer_recipes.RECIPES), cells[1:], strict=True):
         brackets = f" ({percents([shares[name]])[0]})" if name in shares else ""
         assert cell == f"{row['ms'][f'ours, {name}']['median']:.2f}{brackets}"

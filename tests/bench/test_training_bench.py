@@ -3,6 +3,8 @@
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -65,6 +67,35 @@ def test_runs_of_a_seed_begin_alike_in_every_precision() -> None:
     (table,) = seeds.tables(payload)
     assert table.rows[0][0] == "bf16"
     assert table.rows[1][3].count("%") == 2
+    assert all(one["tokens_per_second"] > 0 for one in payload["runs"])
+
+
+def test_runs_that_were_made_are_not_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stopped in its second run, the benchmark goes on with it; other settings do not mix with what is there."""
+    runs, lines, made = [(name, 1) for name in ("bf16", "block", "current")], tmp_path / "seeds.jsonl", list[str]()
+
+    def losses(settings: Settings, *_: object) -> dict[str, Any]:
+        if settings.precision == "block" and made == ["bf16"]:
+            made.append("stopped")
+            raise KeyboardInterrupt
+        made.append(settings.precision)
+        return {"precision": settings.precision, "seed": settings.seed, "losses": [1.0] * 4}
+
+    def run(settings: Settings) -> dict[str, Any]:
+        return seeds.run(told.append, settings, runs, lambda: TEXT, "cpu", lines)
+
+    told: list[float] = []
+    monkeypatch.setattr(seeds, "losses", losses)
+    with pytest.raises(KeyboardInterrupt):
+        run(TINY)
+    payload = run(TINY)
+    assert made == ["bf16", "stopped", "block", "current"]
+    assert told == pytest.approx([1 / 3, 2 / 3, 1])
+    assert [one["precision"] for one in payload["runs"]] == ["bf16", "block", "current"]
+    assert payload == run(TINY)
+    assert len(lines.read_text().splitlines()) == 3
+    with pytest.raises(ValueError, match=r"seeds\.jsonl has a run of other settings, or of another text"):
+        run(replace(TINY, accumulate=2))
 
 
 def test_the_text_of_the_seeds_has_the_library_and_torch() -> None:

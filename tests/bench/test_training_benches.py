@@ -72,25 +72,42 @@ def test_losses_by_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     def losses(settings: Settings, text: Corpus, device: str) -> Row:
         asked.append((settings.precision, settings.seed, settings.steps, device))
         found = [5.0 - 0.001 * step - 0.01 * len(asked) for step in range(settings.steps)]
-        return {"precision": settings.precision, "seed": settings.seed, "losses": found, "held_out": 1.0}
+        one = {"precision": settings.precision, "seed": settings.seed, "losses": found, "held_out": 1.0}
+        return {**one, "tokens_per_second": 5000.0 + 10 * len(asked)}
 
     monkeypatch.setattr(seeds, "losses", losses)
     settings = replace(seeds.SETTINGS, steps=100)
     ran = run(seeds, partial(seeds.run, settings=settings, read=training_text.corpus))
-    runs = [(precision, seed) for seed in (2026, 2027) for precision in ("bf16", "delayed")]
+    order = ("bf16", "block", "current", "rowwise", "delayed")
+    runs = [(precision, seed) for seed in (2026, 2027) for precision in order]
     assert asked == [(*one, 100, "cuda") for one in runs]
     assert [(one["precision"], one["seed"]) for one in ran.payload["runs"]] == runs
     assert ran.payload["settings"] == json.loads(json.dumps(asdict(settings)))
-    tails = [sum(5.0 - 0.001 * step - 0.01 * n for step in range(90, 100)) / 10 for n in (1, 2, 3, 4)]
-    more = [100 * (fp8 / bf16 - 1) for bf16, fp8 in (tails[:2], tails[2:])]
-    cells = [
-        ("bf16", f"{tails[0]:.4f}", f"{tails[2]:.4f}", "–", "–"),
-        ("FP8, delayed scaling", f"{tails[1]:.4f}", f"{tails[3]:.4f}", f"{more[0]:+.2f} %, {more[1]:+.2f} %",
-         f"{sum(more) / 2:+.2f} %"),
-    ]  # fmt: skip
-    columns = ("124 million parameters", "seed 2026", "seed 2027", "beside bf16, by seed", "mean")
+    tails = [sum(5.0 - 0.001 * step - 0.01 * n for step in range(90, 100)) / 10 for n in range(1, 11)]
+    cells = []
+    for precision, label in seeds.LABELS.items():
+        first, second = order.index(precision), 5 + order.index(precision)
+        more = [100 * (tails[one] / tails[bf16] - 1) for one, bf16 in ((first, 0), (second, 5))]
+        beside = (f"{more[0]:+.2f} %, {more[1]:+.2f} %", f"{sum(more) / 2:+.2f} %")
+        speed = f"{5000 + 10 * (first + second + 2) / 2:,.0f}"
+        beside = ("–", "–") if precision == "bf16" else beside
+        cells.append((label, f"{tails[first]:.4f}", f"{tails[second]:.4f}", *beside, speed))
+    columns = ("124 million parameters", "seed 2026", "seed 2027", "beside bf16, by seed", "mean", "tokens/s")
     is_table(ran.tables[0], columns, cells)
-    is_drawn(partial(seeds.plot, ran.payload), "seeds", len(asked) // 2)
+    is_drawn(partial(seeds.plot, ran.payload), "seeds", 3)
+
+
+@pytest.mark.parametrize("without", [("delayed", 2027), ("bf16", 2027)])
+def test_a_table_and_a_picture_of_the_runs_that_there_are(without: tuple[str, int]) -> None:
+    """One run is not there, or all of a seed has nothing to stand beside."""
+    payload = measure.read_result("seeds")
+    payload["runs"] = [one for one in payload["runs"] if (one["precision"], one["seed"]) != without]
+    (found,) = seeds.tables(payload)
+    assert found.columns[1:3] == (
+        ("seed 2026", "seed 2027") if without[0] != "bf16" else ("seed 2026", "beside bf16, by seed")
+    )
+    assert all(len(row) == len(found.columns) for row in found.rows)
+    is_drawn(partial(seeds.plot, payload), "seeds", 3)
 
 
 def test_steps_of_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:

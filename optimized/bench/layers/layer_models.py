@@ -313,7 +313,7 @@ def _layers(library: Any, name: str, attention: str, case: Case, recipe: Any, **
     def graphed() -> Contestant:
         made = one(", FP8, CUDA graph")
         # Gradients are reset to None before each step, so nothing is added to them and ours need not be copied.
-        keep = {"clone_param_grads_on_return": False} if ours else {}
+        keep = {"clone_param_grads_on_return": False} if library is te else {}
         graphs = library.make_graphed_callables
         made.module = graphs(made.module, (made.x,), enabled=True, recipe=recipe, **keep)
         return made

@@ -1,13 +1,23 @@
-"""The losses of a GPT in FP8 beside those in bf16, from several seeds (docs/results/seeds.json).
+"""The losses of a GPT in each FP8 recipe beside those in bf16, from several seeds (docs/results/seeds.json).
 
-The 124m model of `twin train`, with eight microbatches a step. Runs of one seed start from the same weights and read
-the same bytes in the same order. The text is Python's standard library and torch's own Python sources. Losses do not
-depend on the GPU, as every bit is defined; if a machine has several GPUs, each trains one run at a time.
+The 124m model of `twin train`, with two microbatches of 8,192 bytes a step: a step of one takes 15 to 18 ms on an H200,
+so the ten runs take some 330 s on two of them, and eight microbatches, as before, would take 20 minutes. Runs of one
+seed start from the same weights and read the same bytes in the same order. The text is Python's standard library and
+torch's own Python sources. Losses do not depend on the GPU, as every bit is defined; if a machine has several GPUs,
+each trains one run at a time.
+
+    python -m optimized.bench.models.seeds                      draw docs/seeds.png
+    python -m optimized.bench.models.seeds --measure FOLDER     train what FOLDER/seeds.jsonl lacks; FOLDER/seeds.json
+
+Each run is a line of FOLDER/seeds.jsonl as soon as it ends, so what is stopped can be asked for again, and goes on.
 """
 
+import argparse
+import json
 import multiprocessing
 import os
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -18,8 +28,9 @@ import torch
 
 from optimized import measure
 from optimized.bench import Payload, Progress, last_tenth, result, silent
+from optimized.bench.layers import layer
 from optimized.bench.models import train
-from optimized.bench.plots import BLUE, GREEN, ORANGE, drawing
+from optimized.bench.plots import BLUE, GREEN, GREY, ORANGE, PURPLE, drawing
 from optimized.bench.table import Table, table
 from optimized.training import corpus
 from optimized.training.settings import SIZES, Settings
@@ -27,11 +38,26 @@ from optimized.training.trainer import Trainer
 
 NAME = "seeds"
 WHAT = "a GPT's loss in FP8 and in bf16, by seed"
-KERNELS = train.KERNELS
-SETTINGS = replace(SIZES["124m"], accumulate=8, steps=2000, warmup=200)
-RUNS = tuple((precision, seed) for seed in (2026, 2027) for precision in ("bf16", "delayed"))  # a quarter of an hour
-LABELS = {"bf16": "bf16", "delayed": "FP8, delayed scaling", "current": "FP8, current scaling"}
-COLOURS = {"bf16": BLUE, "delayed": ORANGE, "current": GREEN}
+KERNELS = (
+    *train.KERNELS,
+    *("activation_cast_blocks", "cast_blocks", "cat_cast_blocks", "gemm_fp8_blocks", "gemm_fp8_blocks_fused"),
+    *("cast_rowwise", "gemm_fp8_rowwise"),
+)
+SETTINGS = replace(SIZES["124m"], accumulate=2, steps=2000, warmup=200)
+LABELS = {
+    "bf16": "bf16",
+    "delayed": "FP8, delayed scaling",
+    "current": "FP8, current scaling",
+    "block": "FP8, blocks of 128",
+    "rowwise": "FP8, row-wise scaling",
+}
+COLOURS = {"bf16": GREY, "delayed": ORANGE, "current": GREEN, "block": BLUE, "rowwise": PURPLE}
+# What is wanted most comes first: a whole seed, and in it the recipes of which nothing is recorded.
+ORDER = ("bf16", "block", "current", "rowwise", "delayed")
+RUNS = tuple((precision, seed) for seed in (2026, 2027) for precision in ORDER)
+UNTIMED = 10  # steps at the start: kernels are loaded, graphs are captured
+
+Done = Callable[[dict[str, Any]], object]
 
 
 def text() -> corpus.Corpus:
@@ -41,16 +67,33 @@ def text() -> corpus.Corpus:
     return corpus.joined([*corpus.sources(), *paths])
 
 
+def _now(device: str) -> float:
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
 def losses(settings: Settings, text: corpus.Corpus, device: str = "cuda") -> dict[str, Any]:
-    """One run: the mean loss of each step, and the loss of held-out text at the end, in nats per byte."""
+    """One run: the mean loss of each step, the loss of held-out text at the end, in nats per byte, and tokens/s."""
     trainer = Trainer(settings, text, device)
-    found = torch.stack([trainer.train().mean() for _ in range(settings.steps)])
+    untimed = min(UNTIMED, settings.steps - 1)
+    start, found = 0.0, []
+    for step in range(settings.steps):
+        if step == untimed:
+            start = _now(device)
+        found.append(trainer.train().mean())
+    seconds = _now(device) - start
     held_out = trainer.evaluate()
+    values = torch.stack(found).tolist()
+    if device == "cuda":
+        del trainer
+        layer.clear()
     return {
         "precision": settings.precision,
         "seed": settings.seed,
-        "losses": [round(loss, 4) for loss in found.tolist()],
+        "losses": [round(loss, 4) for loss in values],
         "held_out": round(held_out, 4),
+        "tokens_per_second": round(settings.tokens * (settings.steps - untimed) / seconds),
     }
 
 
@@ -64,24 +107,24 @@ def _gpus() -> list[str]:
     return named.split(",") if named else [str(i) for i in range(torch.cuda.device_count())]
 
 
-def _all(runs: Sequence[Settings], text: corpus.Corpus, device: str, tick: Callable[[], object]) -> list[Any]:
-    """Every run, in the order of `runs`."""
+def _all(runs: Sequence[Settings], text: corpus.Corpus, device: str, done: Done) -> None:
+    """Every run; `done` is told of each as it ends."""
     gpus = _gpus() if device == "cuda" else []
     if len(gpus) < 2:
-        found = []
         for one in runs:
-            found.append(losses(one, text, device))
-            tick()
-        return found
+            done(losses(one, text, device))
+        return
     context = multiprocessing.get_context("spawn")
     free = context.Queue()
     for gpu in gpus:
         free.put(gpu)
     with ProcessPoolExecutor(len(gpus), context, _take_gpu, (free,)) as pool:
-        futures = [pool.submit(losses, one, text) for one in runs]
-        for _ in as_completed(futures):
-            tick()
-        return [future.result() for future in futures]
+        for future in as_completed([pool.submit(losses, one, text) for one in runs]):
+            done(future.result())
+
+
+def _key(run: dict[str, Any]) -> tuple[str, int]:
+    return run["precision"], run["seed"]
 
 
 def run(
@@ -90,22 +133,46 @@ def run(
     runs: Sequence[tuple[str, int]] = RUNS,
     read: Callable[[], corpus.Corpus] = text,
     device: str = "cuda",
+    lines: Path | None = None,
 ) -> Payload:
+    """Train.
+
+    Args:
+        progress: is told which part of the runs is done.
+        settings: of all runs, but for precision and seed.
+        runs: precision and seed of each.
+        read: gives the text.
+        device: "cuda" or "cpu".
+        lines: a file to which each run is added as a result of one line, and whose runs are not made again.
+
+    Raises:
+        ValueError: the file has a run of other settings or another text.
+    """
     bytes_of_text = read()
-    done = [0]
+    about = {
+        "settings": json.loads(json.dumps(asdict(settings))),
+        "text": {"bytes": len(bytes_of_text.data), "sha256": bytes_of_text.digest},
+    }
+    known = [] if lines is None or not lines.exists() else list(map(json.loads, lines.read_text().splitlines()))
+    for one in known:
+        if {name: one[name] for name in about} != about:
+            raise ValueError(f"{lines} has a run of other settings, or of another text; a new file is accepted.")
+    found = {_key(one["runs"][0]): one for one in known}
 
-    def tick() -> None:
-        done[0] += 1
-        progress(done[0] / len(runs))
+    def done(made: dict[str, Any]) -> None:
+        one = result("losses of one GPT by precision and seed", KERNELS, **about, runs=[made])
+        found[_key(made)] = one
+        if lines is not None:
+            with lines.open("a") as file:
+                file.write(json.dumps(one) + "\n")
+        progress(sum(key in found for key in runs) / len(runs))
 
-    every = [replace(settings, precision=precision, seed=seed) for precision, seed in runs]
-    return result(
-        "losses of one GPT by precision and seed",
-        KERNELS,
-        settings=asdict(settings),
-        text={"bytes": len(bytes_of_text.data), "sha256": bytes_of_text.digest},
-        runs=_all(every, bytes_of_text, device, tick),
-    )
+    missing = [
+        replace(settings, precision=precision, seed=seed) for precision, seed in runs if (precision, seed) not in found
+    ]
+    _all(missing, bytes_of_text, device, done)
+    last = max((found[key] for key in runs), key=lambda one: one["provenance"]["date"])
+    return {**last, "runs": [found[key]["runs"][0] for key in runs]}
 
 
 def tail(one: dict[str, Any]) -> float:
@@ -114,54 +181,95 @@ def tail(one: dict[str, Any]) -> float:
 
 
 def _by_seed(payload: Payload) -> dict[int, dict[str, dict[str, Any]]]:
+    """Runs by seed and precision, of the seeds that have one in bf16."""
     found: dict[int, dict[str, dict[str, Any]]] = {}
     for one in payload["runs"]:
         found.setdefault(one["seed"], {})[one["precision"]] = one
-    return found
+    return {seed: runs for seed, runs in found.items() if "bf16" in runs}
+
+
+def _of(payload: Payload) -> Iterator[tuple[str, dict[int, dict[str, dict[str, Any]]]]]:
+    """Each precision that was run, and the seeds that have it."""
+    for precision in LABELS:
+        of = {seed: runs for seed, runs in _by_seed(payload).items() if precision in runs}
+        if of:
+            yield precision, of
 
 
 def tables(payload: Payload) -> list[Table]:
     """The loss of the last tenth by seed; FP8's beside bf16's of the same seed."""
     seeds = _by_seed(payload)
+    timed = all("tokens_per_second" in one for one in payload["runs"])
     rows = []
-    for precision, label in LABELS.items():
-        of = {seed: runs for seed, runs in seeds.items() if precision in runs}
-        if not of:
-            continue
+    for precision, of in _of(payload):
         more = [tail(runs[precision]) / tail(runs["bf16"]) - 1 for runs in of.values()]
         cells = [f"{tail(seeds[seed][precision]):.4f}" if seed in of else "–" for seed in seeds]
         above = [f"{100 * one:+.2f} %" for one in (*more, sum(more) / len(more))]
-        rows.append((label, *cells, *(("–", "–") if precision == "bf16" else (", ".join(above[:-1]), above[-1]))))
+        cells += ("–", "–") if precision == "bf16" else (", ".join(above[:-1]), above[-1])
+        if timed:
+            cells.append(f"{sum(runs[precision]['tokens_per_second'] for runs in of.values()) / len(of):,.0f}")
+        rows.append((LABELS[precision], *cells))
     settings = payload["settings"]
     tokens = settings["accumulate"] * settings["rows"] * settings["sequence"]
     how = f"Mean loss of the last tenth of {settings['steps']:,} steps of {tokens:,} bytes, in nats per byte. "
     how += "Runs of one seed have the same first weights and the same bytes."
     columns = ("124 million parameters", *(f"seed {seed}" for seed in seeds), "beside bf16, by seed", "mean")
-    return [table(payload, "A GPT's loss by precision and seed", columns, rows, how)]
+    return [table(payload, "A GPT's loss by precision and seed", columns + ("tokens/s",) * timed, rows, how)]
+
+
+def _band(axes: Any, x: Any, of_seeds: Any, precision: str) -> None:
+    """The mean over seeds as a line, and all between the least and the greatest as a band."""
+    axes.plot(x, np.mean(of_seeds, 0), color=COLOURS[precision], linewidth=1.2, label=LABELS[precision])
+    axes.fill_between(x, np.min(of_seeds, 0), np.max(of_seeds, 0), color=COLOURS[precision], alpha=0.2, linewidth=0)
 
 
 def plot(payload: Payload) -> None:
-    """Draw docs/seeds.png: the losses, and how far FP8's are from those of bf16 with the same seed."""
-    with drawing("seeds", 1, 2, (10, 3.6)) as (_, (curves, differences)):
-        for runs in _by_seed(payload).values():
-            few = max(1, len(runs["bf16"]["losses"]) // 50)
-            means = {name: np.array(one["losses"]).reshape(-1, few).mean(1) for name, one in runs.items()}
-            steps = few * (np.arange(len(means["bf16"])) + 0.5)
-            for precision, values in means.items():
-                curves.plot(steps, values, color=COLOURS[precision], linewidth=1, label=LABELS[precision])
-                if precision != "bf16":
-                    differences.plot(steps, 100 * (values / means["bf16"] - 1), color=COLOURS[precision], linewidth=1)
+    """Draw docs/seeds.png: the losses, how far FP8's are from those of bf16 of the same seed, and the last tenth."""
+    with drawing("seeds", 1, 3, (13, 3.8), width_ratios=(4, 5, 3)) as (_, (curves, differences, ends)):
+        found = list(_of(payload))
+        for place, (precision, of) in enumerate(found):
+            few = max(1, payload["settings"]["steps"] // 50)
+            runs, bf16 = (
+                np.array([one[name]["losses"] for one in of.values()]).reshape(len(of), -1, few).mean(2)
+                for name in (precision, "bf16")
+            )
+            steps = few * (np.arange(runs.shape[1]) + 0.5)
+            _band(curves, steps, runs, precision)
+            if precision != "bf16":
+                _band(differences, steps, 100 * (runs / bf16 - 1), precision)
+                more = [100 * (tail(one[precision]) / tail(one["bf16"]) - 1) for one in of.values()]
+                ends.plot(more, [place] * len(more), "o", color=COLOURS[precision], markersize=6)
+                ends.plot([sum(more) / len(more)], [place], "|", color=COLOURS[precision], markersize=22)
         curves.set(xlabel="step", ylabel="nats per byte", title="Loss, 124 million parameters", yscale="log")
         ticks = (0.5, 0.7, 1, 1.5, 2, 3, 4, 6)
         curves.set_yticks(ticks, labels=map(str, ticks))
         curves.minorticks_off()
-        handles, labels = curves.get_legend_handles_labels()
-        unique = dict(zip(labels, handles, strict=True))
-        curves.legend(unique.values(), unique.keys())
-        differences.axhspan(-0.5, 0.5, color=BLUE, alpha=0.15)
-        differences.axhline(0, color=BLUE, linewidth=1)
-        differences.set(xlabel="step", ylabel="% above bf16", title="FP8 beside bf16 of the same seed; band: 0.5 %")
+        curves.legend()
+        for axes, line in ((differences, differences.axhline), (ends, ends.axvline)):
+            line(0, color=GREY, linewidth=1)
+            axes.grid(True, axis="y" if axes is differences else "x", alpha=0.3)
+        seeds = len(_by_seed(payload))
+        title = f"Beside bf16 of the same seed; bands: {seeds} seeds"
+        differences.set(xlabel="step", ylabel="% above bf16", title=title)
+        labels = [LABELS[precision].removeprefix("FP8, ") for precision, _ in found if precision != "bf16"]
+        ends.set_yticks(range(1, 1 + len(labels)), labels)
+        ends.set(ylim=(0.5 + len(labels), 0.5), xlabel="% above bf16", title="The last tenth, by seed")
+
+
+def main() -> None:
+    """Draw, or measure."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--measure", type=Path, metavar="FOLDER", help="train, and write seeds.jsonl and seeds.json")
+    folder = parser.parse_args().measure
+    if folder is None:
+        plot(measure.read_result(NAME))
+        return
+    start = time.perf_counter()
+    payload = run(
+        lambda done: print(f"{done:.0%}, {time.perf_counter() - start:.0f} s", flush=True), lines=folder / "seeds.jsonl"
+    )
+    print(measure.write_result(NAME, payload, folder))
 
 
 if __name__ == "__main__":
-    plot(measure.read_result(NAME))
+    main()
