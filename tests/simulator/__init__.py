@@ -36,6 +36,8 @@ from simulator.cuda import PretendedCuda
 
 HERE = Path(__file__).parent
 FLAGS = ["-std=c++20", "-ffp-contract=off", "-fPIC", "-shared", "-Wl,-Bsymbolic", "-fno-strict-aliasing", "-w"]
+# Of a name in an inline function, such as its `__shared__`, dlopen would give every library the first one's memory.
+FLAGS += ["-fno-gnu-unique"]
 ENGINE_FLAGS = ["-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math"]
 AT_ONCE, LATE, AT_RANDOM = range(3)  # when asynchronous copies and products happen
 _DYNAMIC = re.compile(r"extern\s+__shared__\s+((?:__align__\(\d+\)\s+)?)([\w ]+?)\s+(\w+)\[\];")

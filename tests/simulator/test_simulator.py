@@ -58,6 +58,15 @@ extern "C" __global__ void outside(float* to, int offset) {
     __syncthreads();
     if (threadIdx.x == 5) bulk_store(to, shared_address(words) + offset, 128);
 }
+inline float* of_an_inline_function() {
+    __shared__ float words[32 + MORE];
+    return words;
+}
+extern "C" __global__ void unwritten(float* to) {
+    to[threadIdx.x] = of_an_inline_function()[threadIdx.x];
+    __syncthreads();
+    of_an_inline_function()[threadIdx.x] = static_cast<float>(shared_address(of_an_inline_function()) * 0);
+}
 """
 
 
@@ -67,9 +76,9 @@ def run(tmp_path: Path):  # type: ignore[no-untyped-def]
     (tmp_path / "faults.cu").write_text(KERNEL)
     (tmp_path / "ptx").symlink_to(measure.ROOT / "optimized" / "kernels" / "ptx")
 
-    def launched(function: str, when: int, *args: object) -> None:
+    def launched(function: str, when: int, *args: object, more: int = 0) -> None:
         with Simulator(when=when) as gpu:
-            gpu.run(launch.Kernel("faults", function, {}, 0, -1), (1,), (32,), args, root=tmp_path)
+            gpu.run(launch.Kernel("faults", function, {"MORE": more}, 0, -1), (1,), (32,), args, root=tmp_path)
 
     return launched
 
@@ -124,6 +133,13 @@ def test_an_address_outside_of_shared_memory(run) -> None:  # type: ignore[no-un
         run("outside", AT_ONCE, y.data_ptr(), np.int32(1 << 20))
     with pytest.raises(RuntimeError, match="not multiples of 16"):
         run("outside", AT_ONCE, y.data_ptr(), np.int32(4))
+
+
+def test_each_configuration_has_shared_memory_of_its_own(run) -> None:  # type: ignore[no-untyped-def]
+    for more in (0, 64, 0):
+        y = torch.zeros(32)
+        run("unwritten", AT_ONCE, y.data_ptr(), more=more)
+        assert y.isnan().all()
 
 
 def test_every_instruction_has_its_twin() -> None:
