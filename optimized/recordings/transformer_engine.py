@@ -22,7 +22,6 @@ import torch
 
 import reference as te
 from optimized.compare import Tally
-from optimized.recordings import reader
 from optimized.recordings.reader import RESTORED, arrays
 from optimized.recordings.transformer_engine_cases import (
     CASES,
@@ -94,10 +93,23 @@ def recording_of(name: str) -> str:
 
 
 def names() -> list[str]:
-    """The cases that are recorded. Those of delayed scaling all are, and a file of the other recipes may be missing."""
-    others = (reader.DATA / f"{RECORDING_RECIPES}.npz").is_file()
-    there = {RECORDING: CASES.keys(), RECORDING_RECIPES: _file(RECORDING_RECIPES)[0]["cases"] if others else ()}
-    return [name for name in CASES if name in there[recording_of(name)]]
+    """The cases, in their order.
+
+    Raises:
+        files.Damaged: a recording is not there, or a case is not in it.
+    """
+    for name in CASES:
+        _entries(name)
+    return list(CASES)
+
+
+def _entries(name: str) -> list[dict[str, Any]]:
+    """What is recorded of a case's steps."""
+    recording = recording_of(name)
+    cases: dict[str, Any] = _file(recording)[0]["cases"]
+    if name not in cases:
+        raise files.Damaged(f"{recording}.npz is damaged: it has no {name!r}{RESTORED}.")
+    return cases[name]  # type: ignore[no-any-return]
 
 
 @cache
@@ -124,7 +136,7 @@ def recorded(name: str) -> list[Step]:
     """The steps of a case."""
     found: list[Step] = []
     recording = recording_of(name)
-    entries = _file(recording)[0]["cases"][name]
+    entries = _entries(name)
     if len(entries) != CASES[name].steps:
         raise files.Damaged(f"{recording}.npz is damaged: {name!r} has {len(entries)} steps{RESTORED}.")
     parameters = first_parameters(name, Run(name, te, te.recipe, "cpu").shapes())

@@ -23,7 +23,6 @@ EXACT_RECIPES = {  # the same of current and block scaling
     "block cast": {"codes", "scale_inv", "codes_t", "scale_inv_t"},
     "block gemm": {"out"},
 }
-RECIPES = [name for name, case in CASES.items() if case.recipe != "delayed"]
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +53,6 @@ def test_casts_products_and_scales_are_transformer_engines_in_every_word(summary
 def test_casts_and_products_of_the_other_recipes_are_transformer_engines_in_every_word(
     summary: dict[str, list[dict]],
 ) -> None:
-    assert set(RECIPES) <= set(transformer_engine.names())
     different = {(row["op"], row["part"]): row["different"] for row in summary["ops"]}
     expected = {(op, part): 0 for op, parts in EXACT_RECIPES.items() for part in parts}
     assert {key: different[key] for key in expected} == expected

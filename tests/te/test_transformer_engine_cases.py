@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -81,17 +82,31 @@ def test_a_step_starts_from_what_was_recorded(recorder: Any, folder: Path, chang
 @pytest.mark.parametrize("name", OTHERS)
 def test_the_other_recipes_have_a_recording_of_their_own(recorder: Any, folder: Path, name: str) -> None:
     store = recorder.Store()
-    recorder.write(folder, recorder.RECORDING, store, {NAME: []}, {})
-    assert transformer_engine.names() == [one for one, case in CASES.items() if case.recipe == "delayed"]
     recorder.write(folder, recorder.RECORDING_RECIPES, store, {name: steps_of(recorder, store, 1, name)}, {})
-    forget()
-    assert transformer_engine.names()[-1] == name
     found = [
         {key: transformer_engine.Tally().add(*pair) for key, pair in pairs.items()}
         for pairs in transformer_engine.steps(name)
     ]
     assert [key for step in found for key, count in step.items() if count] == ["dx"]
     assert found[1]["dx"] == 1
+
+
+def test_no_recorded_case_is_left_out(recorder: Any, folder: Path) -> None:
+    """Whoever goes through the cases is told which recording or which case is missing."""
+    everything: dict[str, dict[str, list[Any]]] = {}
+    for name in CASES:
+        everything.setdefault(transformer_engine.recording_of(name), {})[name] = []
+    assert len(everything) == 2
+    for recording, cases in everything.items():
+        with pytest.raises(files.Damaged, match=f"{recording}.npz is missing: install the package anew"):
+            transformer_engine.names()
+        *others, last = cases
+        recorder.write(folder, recording, recorder.Store(), {key: [] for key in others}, {})
+        with pytest.raises(files.Damaged, match=f"{recording}.npz is damaged: it has no '{re.escape(last)}': install"):
+            transformer_engine.names()
+        recorder.write(folder, recording, recorder.Store(), cases, {})
+        forget()
+    assert transformer_engine.names() == list(CASES)
 
 
 class Codes:
