@@ -1,7 +1,7 @@
 """A configuration of a GEMM kernel: its macros, its threads and its shared memory."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,3 +57,19 @@ class GemmConfig:
         """Launch persistent blocks for `tiles` clusters' tiles on CUDA device `index`."""
         blocks, shared = self.tile.blocks(tiles, multiprocessors(index)), self.function.max_dynamic_smem
         launch.launch(self.function, (blocks,), (self.tile.threads,), args, shared, device=index)
+
+
+def fp8_config(
+    kernel: str,
+    types: tuple[torch.dtype, torch.dtype, torch.dtype],
+    tile: Tile,
+    of_tile: str,
+    others: Mapping[str, int | str] | None = None,
+    epilogue_bytes: int = 0,
+) -> GemmConfig:
+    """A configuration of a kernel that multiplies FP8: its macros are the `types` of a, b and the output, those that it
+    reads `of_tile`, and `others`.
+    """
+    formats = dict(zip(("A_FORMAT", "B_FORMAT", "OUT"), (TYPES[one] for one in types), strict=True))
+    macros = formats | tile.macros(*of_tile.split()) | dict(others or {})
+    return GemmConfig(kernel, tile, tuple(macros.items()), epilogue_bytes)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from optimized.ops.gemms.gemm_config import FP8, OUTPUTS, TYPES, GemmConfig
+from optimized.ops.gemms.gemm_config import FP8, OUTPUTS, GemmConfig, fp8_config
 from optimized.ops.gemms.gemm_fp8_split_k import gemm_fp8_split_k, is_faster
 from optimized.ops.gemms.gemm_operands import (
     UNWRITABLE,
@@ -27,23 +27,32 @@ from optimized.ops.gemms.gemm_tile import FP8_TILES, K_BLOCK_BYTES, TILES, Tile,
 from reference.ops.gemms.gemm_fp8 import accumulate_outputs, outputs
 from reference.ops.library import on_cuda
 
+_TILE_MACROS = {
+    "gemm_fp8": "WARPGROUPS BLOCK_N STAGES CLUSTER ACROSS NARROW",
+    "gemm_fp8_rowwise": "WARPGROUPS BLOCK_N STAGES CLUSTER NARROW",
+}
+
 
 @functools.lru_cache(maxsize=1024)
 def config(
-    a: torch.dtype, b: torch.dtype, out: torch.dtype, accumulate: str, tile: Tile, n: int, add: bool = False
+    a: torch.dtype,
+    b: torch.dtype,
+    out: torch.dtype,
+    accumulate: str,
+    tile: Tile,
+    n: int,
+    add: bool = False,
+    kernel: str = "gemm_fp8",
 ) -> GemmConfig:
-    """One configuration of kernels/gemms/gemm_fp8.cu; only n % 32 counts. With `add` it adds to what the output
-    holds."""
-    macros: dict[str, int | str] = {
-        "A_FORMAT": TYPES[a],
-        "B_FORMAT": TYPES[b],
-        "OUT": TYPES[out],
+    """One configuration of kernels/gemms/gemm_fp8.cu, or of gemm_fp8_rowwise.cu; only n % 32 counts. With `add` it adds
+    to what the output holds.
+    """
+    others: dict[str, int | str] = {
         "PROMOTION": "Added" if accumulate == "split" else "OneChain",
         "ACCUMULATE": int(add),
-        **tile.macros("WARPGROUPS", "BLOCK_N", "STAGES", "CLUSTER", "ACROSS", "NARROW"),
         "RUN": run(n, out, tile.block_n),
     }
-    return GemmConfig("gemm_fp8", tile, tuple(macros.items()))
+    return fp8_config(kernel, (a, b, out), tile, _TILE_MACROS[kernel], others)
 
 
 # The kernel that adds to its output lacks registers in clusters, which help split accumulation little anyway.

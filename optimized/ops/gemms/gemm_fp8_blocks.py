@@ -14,7 +14,7 @@ import torch
 from optimized.cuda import launch
 from optimized.cuda.tensor_map import tensor_map_2d
 from optimized.ops.casts.amax import pointer
-from optimized.ops.gemms.gemm_config import FP8, OUTPUTS, TYPES, GemmConfig
+from optimized.ops.gemms.gemm_config import FP8, OUTPUTS, GemmConfig, fp8_config
 from optimized.ops.gemms.gemm_fp8 import add_bias_alone, launch_tiles
 from optimized.ops.gemms.gemm_operands import UNWRITABLE, check_devices, loadable, run, tell_once, writable
 from optimized.ops.gemms.gemm_tile import Cost, Tile, cheapest_tile, multiprocessors
@@ -84,22 +84,18 @@ def config(
     """One configuration of kernels/gemms/gemm_fp8_blocks.cu; only n % 32 counts. With `add` it adds to what the output
     holds.
     """
-    macros: dict[str, int | str] = {
-        "A_FORMAT": TYPES[a],
-        "B_FORMAT": TYPES[b],
-        "OUT": TYPES[out],
+    others = {
         "SQUARE_A": int(squares[0]),
         "SQUARE_B": int(squares[1]),
         "ACCUMULATE": int(add),
-        **tile.macros("WARPGROUPS", "BLOCK_N", "NARROW", "STAGES"),
         "RUN": run(n, out, tile.block_n),
     }
     beside = beside_bytes(tile, squares)
     if leaves_staged(tile, squares, out, add):
-        macros["STAGED"] = 1
+        others["STAGED"] = 1
         beside += -(tile.shared_bytes + beside) % 128  # where the first buffer begins
         beside += 4 * tile.warpgroups * _BUFFERS * _BOX_ROWS * _BOX_COLUMNS * 2
-    return GemmConfig("gemm_fp8_blocks", tile, tuple(macros.items()), beside)
+    return fp8_config("gemm_fp8_blocks", (a, b, out), tile, "WARPGROUPS BLOCK_N NARROW STAGES", others, beside)
 
 
 @functools.lru_cache(maxsize=1024)

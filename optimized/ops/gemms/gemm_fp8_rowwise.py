@@ -10,32 +10,15 @@ import itertools
 import numpy as np
 import torch
 
-from optimized.ops.gemms.gemm_config import FP8, OUTPUTS, TYPES, GemmConfig
+from optimized.ops.gemms import gemm_fp8
+from optimized.ops.gemms.gemm_config import FP8, OUTPUTS
 from optimized.ops.gemms.gemm_fp8 import ADDING_TILES, add_bias_alone, chains, launch_tiles
-from optimized.ops.gemms.gemm_operands import UNWRITABLE, check_devices, loadable, run, tell_once, writable
+from optimized.ops.gemms.gemm_operands import UNWRITABLE, check_devices, loadable, tell_once, writable
 from optimized.ops.gemms.gemm_tile import TILES, Tile, multiprocessors, select_tile
 from reference.ops.gemms.gemm_fp8_rowwise import accumulate_outputs, outputs
 from reference.ops.library import on_cuda
 
-
-@functools.lru_cache(maxsize=1024)
-def config(
-    a: torch.dtype, b: torch.dtype, out: torch.dtype, accumulate: str, tile: Tile, n: int, add: bool = False
-) -> GemmConfig:
-    """One configuration of kernels/gemms/gemm_fp8_rowwise.cu; only n % 32 counts. With `add` it adds to what the output
-    holds.
-    """
-    macros: dict[str, int | str] = {
-        "A_FORMAT": TYPES[a],
-        "B_FORMAT": TYPES[b],
-        "OUT": TYPES[out],
-        "PROMOTION": "Added" if accumulate == "split" else "OneChain",
-        "ACCUMULATE": int(add),
-        **tile.macros("WARPGROUPS", "BLOCK_N", "STAGES", "CLUSTER", "NARROW"),
-        "RUN": run(n, out, tile.block_n),
-    }
-    return GemmConfig("gemm_fp8_rowwise", tile, tuple(macros.items()))
-
+config = functools.partial(gemm_fp8.config, kernel="gemm_fp8_rowwise")
 
 # Adding to 16 bits, a tile of 256 columns spills.
 ADDING = {out: tuple(one for one in ADDING_TILES if out == torch.float32 or one.block_n < 256) for out in OUTPUTS}

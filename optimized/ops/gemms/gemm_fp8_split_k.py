@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from optimized.cuda import launch
-from optimized.ops.gemms.gemm_config import FP8, OUTPUTS, TYPES, GemmConfig
+from optimized.ops.gemms.gemm_config import FP8, OUTPUTS, GemmConfig, fp8_config
 from optimized.ops.gemms.gemm_operands import bias_arguments, loadable, operand_maps
 from optimized.ops.gemms.gemm_tile import FP8_TILES, K_BLOCK_BYTES, Tile, modelled_cycles, multiprocessors, select_tile
 
@@ -26,8 +26,7 @@ BLOCK, BYTE, ENDS = 1040, 1 / 670, 5500
 @functools.lru_cache(maxsize=1024)
 def config(a: torch.dtype, b: torch.dtype, out: torch.dtype) -> GemmConfig:
     """One configuration of kernels/gemms/gemm_fp8_split_k.cu."""
-    macros = {"A_FORMAT": TYPES[a], "B_FORMAT": TYPES[b], "OUT": TYPES[out], **TILE.macros("STAGES")}
-    return GemmConfig("gemm_fp8_split_k", TILE, tuple(macros.items()))
+    return fp8_config("gemm_fp8_split_k", (a, b, out), TILE, "STAGES")
 
 
 CONFIGURATIONS = [config(*types).listed for types in itertools.product(FP8, FP8, OUTPUTS)]

@@ -20,7 +20,7 @@ from optimized.ops.activations import activation as activations
 from optimized.ops.casts.amax import WIDE, aligned, pointer
 from optimized.ops.casts.cast import FP8, scaling_pointers
 from optimized.ops.gemms import gemm_fp8
-from optimized.ops.gemms.gemm_config import TYPES, GemmConfig
+from optimized.ops.gemms.gemm_config import GemmConfig, fp8_config
 from optimized.ops.gemms.gemm_operands import bias_arguments, check_devices, loadable, operand_maps, run
 from optimized.ops.gemms.gemm_tile import K_BLOCK_BYTES, TILES, Tile, multiprocessors, select_tile, stage_bytes
 from optimized.ops.random import dropout
@@ -96,11 +96,7 @@ def config(
         k: columns of a and b.
         drop: whether DROPOUT drops anything.
     """
-    macros: dict[str, int | str] = {
-        "A_FORMAT": TYPES[formats[0]],
-        "B_FORMAT": TYPES[formats[1]],
-        "OUT": TYPES[dtype],
-        **tile.macros("WARPGROUPS", "BLOCK_N", "STAGES", "CLUSTER"),
+    others: dict[str, int | str] = {
         "RUN": run(columns, dtype, tile.block_n),
         "EPILOGUE": epilogue,
         "B_HALVES": halves(epilogue, kind),
@@ -108,8 +104,9 @@ def config(
         "DROP": int(drop),
     }
     if kind is not None and q is not None:
-        macros |= {"WIDE": WIDE[dtype], **activations.macros(kind), "FP8": FP8[q]}
-    return GemmConfig("gemm_fp8_fused", tile, tuple(macros.items()), epilogue_bytes(epilogue, tile))
+        others |= {"WIDE": WIDE[dtype], **activations.macros(kind), "FP8": FP8[q]}
+    of_tile = "WARPGROUPS BLOCK_N STAGES CLUSTER"
+    return fp8_config("gemm_fp8_fused", (*formats, dtype), tile, of_tile, others, epilogue_bytes(epilogue, tile))
 
 
 _E4M3, _E5M2, _BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
