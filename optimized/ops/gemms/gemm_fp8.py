@@ -6,6 +6,7 @@ The definition, with its rounding points: `reference.ops.gemms.gemm_fp8`.
 
 import functools
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -125,22 +126,35 @@ def gemm_fp8_tiled(
 
     The arguments are those that `gemm_fp8` accepts; `out`, `add` and `cut` are as in `gemm.gemm_tiled`.
     """
-    (m, k), n = a.shape, b.shape[0]
-    if out is None:
-        out = torch.empty((m, n), dtype=out_dtype, device=a.device)
-    if m == 0 or n == 0:
+    out, done = begin(a, b, bias, out_dtype, out, add, lambda zero: zero * (a_scale_inv * b_scale_inv))
+    if done:
         return out
-    if k == 0:  # the accumulators are +0, and only the epilogue remains
-        zero = torch.zeros((m, n), dtype=torch.float32, device=a.device) * (a_scale_inv * b_scale_inv)
-        return add_bias_alone(zero, bias, out, add)
-    one = config(a.dtype, b.dtype, out_dtype, accumulate, tile, 32 if n % 32 == 0 else 16, add)
+    one = config(a.dtype, b.dtype, out_dtype, accumulate, tile, 32 if b.shape[0] % 32 == 0 else 16, add)
     return launch_tiles(one, a, b, (a_scale_inv.data_ptr(), b_scale_inv.data_ptr()), bias, out, cut)
 
 
-def add_bias_alone(zero: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, add: bool) -> torch.Tensor:
-    """The epilogue of a product without a K: `zero` and the bias, or with `add` these and `out`, in `out`."""
-    zero = zero if bias is None else zero + bias.to(torch.float32)
-    return out.copy_(out.float() + zero if add else zero)
+def begin(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    out: torch.Tensor | None,
+    add: bool,
+    scaled: Callable[[torch.Tensor], torch.Tensor],
+) -> tuple[torch.Tensor, bool]:
+    """Room for a product if `out` is None, and whether it has its numbers already, because it is empty or K is 0.
+
+    Without a K the accumulators are +0: what remains is the epilogue, which makes numbers of them by `scaled`, and adds
+    the bias and with `add` what `out` holds.
+    """
+    (m, k), n = a.shape, b.shape[0]
+    if out is None:
+        out = torch.empty((m, n), dtype=out_dtype, device=a.device)
+    if out.numel() and k == 0:
+        found = scaled(torch.zeros((m, n), dtype=torch.float32, device=a.device))
+        found = found if bias is None else found + bias.to(torch.float32)
+        out.copy_(out.float() + found if add else found)
+    return out, out.numel() == 0 or k == 0
 
 
 def launch_tiles(

@@ -15,7 +15,7 @@ from optimized.cuda import launch
 from optimized.cuda.tensor_map import tensor_map_2d
 from optimized.ops.casts.amax import pointer
 from optimized.ops.gemms.gemm_config import FP8, OUTPUTS, GemmConfig, fp8_config
-from optimized.ops.gemms.gemm_fp8 import add_bias_alone, launch_tiles
+from optimized.ops.gemms.gemm_fp8 import begin, launch_tiles
 from optimized.ops.gemms.gemm_operands import UNWRITABLE, check_devices, loadable, run, tell_once, writable
 from optimized.ops.gemms.gemm_tile import Cost, Tile, cheapest_tile, multiprocessors
 from optimized.ops.random import dropout
@@ -154,18 +154,14 @@ def gemm_fp8_blocks_tiled(
 
     The arguments are those that `gemm_fp8_blocks` accepts; `out`, `add` and `cut` are as in `gemm.gemm_tiled`.
     """
-    (m, k), n = a.shape, b.shape[0]
-    if out is None:
-        out = torch.empty((m, n), dtype=out_dtype, device=a.device)
-    if m == 0 or n == 0:
+    out, done = begin(a, b, bias, out_dtype, out, add, lambda zero: zero)
+    if done:
         return out
-    if k == 0:  # the accumulators are +0, and only the bias remains
-        return add_bias_alone(torch.zeros((m, n), dtype=torch.float32, device=a.device), bias, out, add)
-    one = config(a.dtype, b.dtype, out_dtype, (a_square, b_square), tile, 32 if n % 32 == 0 else 16, add)
+    one = config(a.dtype, b.dtype, out_dtype, (a_square, b_square), tile, 32 if b.shape[0] % 32 == 0 else 16, add)
     found = [loadable(of) for of in (a_scale_inv, b_scale_inv)]
     maps: tuple[launch.ByValue, ...] = ()
     if leaves_staged(tile, (a_square, b_square), out_dtype, add):
-        stride = out.element_size() * n
+        (m, n), stride = out.shape, out.element_size() * out.shape[1]
         maps = (tensor_map_2d(out.data_ptr(), out.dtype, m, n, stride, _BOX_ROWS, _BOX_COLUMNS, swizzle=0).argument,)
     return launch_tiles(one, a, b, (*maps, *_arguments(found)), bias, out, cut)
 

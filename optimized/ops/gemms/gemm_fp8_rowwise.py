@@ -12,7 +12,7 @@ import torch
 
 from optimized.ops.gemms import gemm_fp8
 from optimized.ops.gemms.gemm_config import FP8, OUTPUTS
-from optimized.ops.gemms.gemm_fp8 import ADDING_TILES, add_bias_alone, chains, launch_tiles
+from optimized.ops.gemms.gemm_fp8 import ADDING_TILES, begin, chains, launch_tiles
 from optimized.ops.gemms.gemm_operands import UNWRITABLE, check_devices, loadable, tell_once, writable
 from optimized.ops.gemms.gemm_tile import TILES, Tile, multiprocessors, select_tile
 from reference.ops.gemms.gemm_fp8_rowwise import accumulate_outputs, outputs
@@ -50,15 +50,10 @@ def gemm_fp8_rowwise_tiled(
 
     The arguments are those that `gemm_fp8_rowwise` accepts; `out`, `add` and `cut` are as in `gemm.gemm_tiled`.
     """
-    (m, k), n = a.shape, b.shape[0]
-    if out is None:
-        out = torch.empty((m, n), dtype=out_dtype, device=a.device)
-    if m == 0 or n == 0:
+    out, done = begin(a, b, bias, out_dtype, out, add, lambda zero: zero * b_scale_inv * a_scale_inv[:, None])
+    if done:
         return out
-    if k == 0:  # the accumulators are +0, and only the epilogue remains
-        zero = torch.zeros((m, n), dtype=torch.float32, device=a.device) * b_scale_inv * a_scale_inv[:, None]
-        return add_bias_alone(zero, bias, out, add)
-    one = config(a.dtype, b.dtype, out_dtype, accumulate, tile, 32 if n % 32 == 0 else 16, add)
+    one = config(a.dtype, b.dtype, out_dtype, accumulate, tile, 32 if b.shape[0] % 32 == 0 else 16, add)
     found = [loadable(of) for of in (a_scale_inv, b_scale_inv)]
     scales = [x for of in found if of is not None for x in (of.data_ptr(), np.int32(len(of) > 1))]
     return launch_tiles(one, a, b, tuple(scales), bias, out, cut)
