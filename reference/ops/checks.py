@@ -13,6 +13,12 @@ def check_wide(op: str, name: str, dtype: torch.dtype) -> None:
         raise ValueError(f"{op}: {name} must be torch.float32, torch.bfloat16 or torch.float16; got {dtype}.")
 
 
+def check_fp8(op: str, name: str, dtype: torch.dtype) -> None:
+    """Refuse a dtype that is not E4M3 or E5M2."""
+    if dtype not in (formats.E4M3.dtype, formats.E5M2.dtype):
+        raise ValueError(f"{op}: {name} must be torch.float8_e4m3fn or torch.float8_e5m2; got {dtype}.")
+
+
 def check_input(op: str, name: str, x: torch.Tensor) -> None:
     """Refuse an activation or gradient that is not `[rows, cols]`, row-major, in fp32, bf16 or fp16."""
     if x.dim() != 2:
@@ -22,6 +28,14 @@ def check_input(op: str, name: str, x: torch.Tensor) -> None:
         raise ValueError(
             f"{op}: {name} must be contiguous (row-major); got strides {tuple(x.stride())} for shape "
             f"{tuple(x.shape)}: call .contiguous() first."
+        )
+
+
+def check_columns(op: str, name: str, cols: int, shown: str = "") -> None:
+    """Refuse a matrix to be cast to FP8 whose columns are no multiple of 16; the error ends with what is `shown`."""
+    if cols % 16:
+        raise ValueError(
+            f"{op}: the columns of {name} must be a multiple of 16, which FP8 tensor cores need; got {cols}{shown}."
         )
 
 

@@ -51,7 +51,7 @@ from reference.ops.casts.cast import Scaling, cast_rows, check_cast
 from reference.ops.casts.cast_transpose import Four, Three, cast_outputs, transpose_codes
 from reference.ops.casts.current_scale import Scale, check_scale, scale_of
 from reference.ops.casts.dbias import sum_rows
-from reference.ops.checks import check_input, check_like
+from reference.ops.checks import check_columns, check_input, check_like
 from reference.ops.library import define
 
 # Elements of x at a time: they stay in the cache and on one thread, as in `formats.cast`.
@@ -229,11 +229,7 @@ def _columns_of_codes(op: str, x: torch.Tensor, kind: str) -> int:
     """The number of y's columns, after a check of x and kind and of that number."""
     check_activation(op, x, kind)
     columns = width(kind, x.shape[1])
-    if columns % 16:
-        raise ValueError(
-            f"{op}: the columns of the activation must be a multiple of 16, which FP8 tensor cores need; "
-            f"got {columns} (kind {kind!r}, x of shape {tuple(x.shape)})."
-        )
+    check_columns(op, "the activation", columns, f" (kind {kind!r}, x of shape {tuple(x.shape)})")
     return columns
 
 

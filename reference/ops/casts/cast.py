@@ -12,7 +12,7 @@ import torch
 
 from reference.numbers import formats
 from reference.ops.casts.amax import record_amax
-from reference.ops.checks import check_column, check_history, check_input
+from reference.ops.checks import check_column, check_columns, check_fp8, check_history, check_input
 from reference.ops.library import define
 
 Scaling = tuple[torch.Tensor, torch.Tensor | None, int, torch.dtype]
@@ -22,11 +22,7 @@ Scaling = tuple[torch.Tensor, torch.Tensor | None, int, torch.dtype]
 def check_cast(op: str, x: torch.Tensor, *scaling: *Scaling) -> None:
     """Refuse what the FP8 casts do not accept; `op` names the caller in the error."""
     check_input(op, "x", x)
-    if x.shape[1] % 16:
-        raise ValueError(
-            f"{op}: the columns of x must be a multiple of 16, which FP8 tensor cores need; "
-            f"got {x.shape[1]} (shape {tuple(x.shape)})."
-        )
+    check_columns(op, "x", x.shape[1], f" (shape {tuple(x.shape)})")
     check_scaling(op, x, *scaling)
 
 
@@ -34,8 +30,7 @@ def check_scaling(
     op: str, x: torch.Tensor, scale: torch.Tensor, amax_history: torch.Tensor | None, column: int, dtype: torch.dtype
 ) -> None:
     """`check_cast` of everything but x itself."""
-    if dtype not in (formats.E4M3.dtype, formats.E5M2.dtype):
-        raise ValueError(f"{op}: dtype must be torch.float8_e4m3fn or torch.float8_e5m2; got {dtype}.")
+    check_fp8(op, "dtype", dtype)
     if scale.dim() != 1:
         raise ValueError(f"{op}: scale must be 1-D, [columns]; got shape {tuple(scale.shape)}.")
     if scale.dtype != torch.float32:

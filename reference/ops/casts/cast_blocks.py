@@ -36,7 +36,7 @@ import torch
 
 from reference.numbers import formats
 from reference.ops.casts.cast_transpose import ceil16, transpose_codes
-from reference.ops.checks import check_input
+from reference.ops.checks import check_columns, check_fp8, check_input
 from reference.ops.library import define
 
 BLOCK = 128
@@ -81,12 +81,8 @@ def check_blocks(op: str, x: torch.Tensor, dtype: torch.dtype, square: bool, dia
 
 def check_cast_blocks(op: str, cols: int, dtype: torch.dtype, dialect: str, epsilon: float) -> None:
     """The same for a matrix with `cols` columns that the op makes."""
-    if cols % 16:
-        raise ValueError(
-            f"{op}: what is cast must have a multiple of 16 columns, which FP8 tensor cores need; got {cols}."
-        )
-    if dtype not in (formats.E4M3.dtype, formats.E5M2.dtype):
-        raise ValueError(f"{op}: dtype must be torch.float8_e4m3fn or torch.float8_e5m2; got {dtype}.")
+    check_columns(op, "what is cast", cols)
+    check_fp8(op, "dtype", dtype)
     if dialect not in DIALECTS:
         raise ValueError(f"{op}: dialect={dialect!r}; {', '.join(map(repr, DIALECTS))} are accepted.")
     if not 0 <= epsilon < float("inf"):
@@ -189,10 +185,7 @@ def cast_blocks_transpose(x: torch.Tensor, dtype: torch.dtype, square: bool, dia
         up, across = blocks_of(x.shape[0]), blocks_of(x.shape[1])
         scale_inv_t[:, :up] = scale_inv[:, :across].t()
     else:
-        rows = x.shape[0]
-        codes = torch.empty((x.shape[1], rows), dtype=dtype, device="cpu")
+        codes = torch.empty((x.shape[1], x.shape[0]), dtype=dtype, device="cpu")
         _cast(x.t().contiguous(), codes, scale_inv_t, False, dialect, epsilon)
-        codes_t = q_t.view(torch.uint8)
-        codes_t[:, :rows] = codes.view(torch.uint8)
-        codes_t[:, rows:].zero_()
+        transpose_codes(codes.t(), q_t)
     return q, q_t, scale_inv, scale_inv_t

@@ -21,7 +21,7 @@ instead: for every amax that gives the same power of two.
 import torch
 
 from reference.numbers import block_formats, formats
-from reference.ops.checks import check_input
+from reference.ops.checks import check_fp8, check_input
 from reference.ops.library import define
 
 BLOCK = 32
@@ -31,8 +31,7 @@ Two = tuple[torch.Tensor, torch.Tensor]
 
 def outputs(x: torch.Tensor, dtype: torch.dtype, square: bool) -> Two:
     check_input("twin::cast_mxfp8", "x", x)
-    if dtype not in (formats.E4M3.dtype, formats.E5M2.dtype):
-        raise ValueError(f"twin::cast_mxfp8: dtype must be torch.float8_e4m3fn or torch.float8_e5m2; got {dtype}.")
+    check_fp8("twin::cast_mxfp8", "dtype", dtype)
     count = block_formats.blocks(x.shape[1], BLOCK)
     return x.new_empty((x.shape[0], BLOCK * count), dtype=dtype), x.new_empty((x.shape[0], count), dtype=torch.uint8)
 

@@ -20,9 +20,9 @@ or 0, and each product with the row is NaN, as here.
 import torch
 
 from reference.numbers import formats
-from reference.ops.casts.cast_transpose import ceil16
+from reference.ops.casts.cast_transpose import ceil16, transpose_codes
 from reference.ops.casts.current_scale import Scale, check_scale, scale_of
-from reference.ops.checks import check_input
+from reference.ops.checks import check_columns, check_input
 from reference.ops.library import define
 
 Two = tuple[torch.Tensor, torch.Tensor]
@@ -32,11 +32,7 @@ Four = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 def check_rows(op: str, x: torch.Tensor, *scale: *Scale) -> None:
     """Refuse what the row-wise casts do not accept; `op` names the caller in the error."""
     check_input(op, "x", x)
-    if x.shape[1] % 16:
-        raise ValueError(
-            f"{op}: the columns of x must be a multiple of 16, which FP8 tensor cores need; "
-            f"got {x.shape[1]} (shape {tuple(x.shape)})."
-        )
+    check_columns(op, "x", x.shape[1], f" (shape {tuple(x.shape)})")
     check_scale(op, *scale)
 
 
@@ -84,7 +80,5 @@ def cast_rowwise_transpose(x: torch.Tensor, dtype: torch.dtype, power_of_two: bo
     _cast(x, q, scale_inv, *how)
     codes = torch.empty((x.shape[1], x.shape[0]), dtype=dtype, device="cpu")
     _cast(x.t().contiguous(), codes, scale_inv_t, *how)
-    codes_t = q_t.view(torch.uint8)
-    codes_t[:, : len(x)] = codes.view(torch.uint8)
-    codes_t[:, len(x) :].zero_()
+    transpose_codes(codes.t(), q_t)
     return q, q_t, scale_inv, scale_inv_t

@@ -28,7 +28,7 @@ import torch
 
 from reference.numbers import formats
 from reference.ops.casts.cast_blocks import of_each, scale_shape
-from reference.ops.checks import check_input, check_like, check_scale_inv
+from reference.ops.checks import check_fp8, check_input, check_like, check_scale_inv
 from reference.ops.library import define
 
 CHAINS = 256
@@ -47,8 +47,7 @@ def limit(dtype: torch.dtype) -> float:
 def _results(op: str, x: torch.Tensor, q: torch.Tensor | None) -> Two:
     check_input(op, "x", x)
     if q is not None:
-        if q.dtype not in (formats.E4M3.dtype, formats.E5M2.dtype):
-            raise ValueError(f"{op}: q must be torch.float8_e4m3fn or torch.float8_e5m2; got {q.dtype}.")
+        check_fp8(op, "q", q.dtype)
         check_like(op, "q", q, q.dtype, x.shape, x.device)
     return x.new_empty(4, dtype=torch.int64), x.new_empty(3, dtype=torch.float64)
 

@@ -13,7 +13,7 @@ import torch
 
 from reference.numbers import formats
 from reference.ops.casts.cast_blocks import scales_of
-from reference.ops.checks import check_input
+from reference.ops.checks import check_fp8, check_input
 from reference.ops.library import define
 
 OP = "twin::current_scale"
@@ -23,8 +23,7 @@ Scale = tuple[torch.dtype, bool, float]
 
 def check_scale(op: str, dtype: torch.dtype, power_of_two: bool, epsilon: float) -> None:
     """Refuse a dtype of codes or an epsilon that is not accepted; `op` names the caller in the error."""
-    if dtype not in (formats.E4M3.dtype, formats.E5M2.dtype):
-        raise ValueError(f"{op}: dtype must be torch.float8_e4m3fn or torch.float8_e5m2; got {dtype}.")
+    check_fp8(op, "dtype", dtype)
     if not 0 <= epsilon <= torch.finfo(torch.float32).max:
         raise ValueError(f"{op}: epsilon={epsilon!r}; a finite number of fp32, from 0 on, is accepted.")
 

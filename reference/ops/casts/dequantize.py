@@ -10,15 +10,14 @@ import torch
 
 from reference.numbers import formats
 from reference.ops.casts.cast_blocks import of_each, scale_shape
-from reference.ops.checks import check_like, check_scale_inv, check_wide
+from reference.ops.checks import check_fp8, check_like, check_scale_inv, check_wide
 from reference.ops.library import define
 
 OP = "twin::dequantize"
 
 
 def outputs(q: torch.Tensor, scale_inv: torch.Tensor, square: bool, dtype: torch.dtype) -> torch.Tensor:
-    if q.dtype not in (formats.E4M3.dtype, formats.E5M2.dtype):
-        raise ValueError(f"{OP}: q must be torch.float8_e4m3fn or torch.float8_e5m2; got {q.dtype}.")
+    check_fp8(OP, "q", q.dtype)
     if q.dim() != 2 or q.shape[1] % 16 or not q.is_contiguous():
         raise ValueError(
             f"{OP}: q must be contiguous [rows, cols], cols a multiple of 16; got {list(q.shape)}, strides "

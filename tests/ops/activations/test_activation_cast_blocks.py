@@ -51,12 +51,12 @@ X = torch.zeros(4, 32)
     ("op", "arguments", "sentence"),
     [
         (FORWARD, (X, "gleu"), "kind must be one of"),
-        (FORWARD, (X[:, :24].contiguous(), "gelu"), "a multiple of 16 columns, .* got 24"),
+        (FORWARD, (X[:, :24].contiguous(), "gelu"), "a multiple of 16, .* got 24"),
         (FORWARD, (X, "gelu", BF16), "dtype must be"),
         (FORWARD, (X, "gelu", E4M3, "tall"), "dialect='tall'"),
         (BACKWARD, (X, X, "swiglu"), r"grad must be contiguous .* \[4, 16\]"),
         (BACKWARD, (X[:, :20].contiguous(), X[:, :20].contiguous(), "gelu"), "multiple of 8 columns"),
-        (BACKWARD, (X[:, :24].contiguous(), X[:, :24].contiguous(), "gelu"), "a multiple of 16 columns, .* got 24"),
+        (BACKWARD, (X[:, :24].contiguous(), X[:, :24].contiguous(), "gelu"), "a multiple of 16, .* got 24"),
         (BACKWARD, (X, X, "gelu", E4M3, "fp32", float("inf")), "epsilon=inf"),
     ],
 )

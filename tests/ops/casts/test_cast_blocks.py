@@ -139,7 +139,7 @@ def test_powers_of_two_are_where_they_should_be() -> None:
     ("arguments", "sentence"),
     [
         ({"x": torch.zeros(16)}, r"x must be 2-D, \[rows, cols\]; got shape \(16,\)"),
-        ({"x": torch.zeros(4, 8)}, r"a multiple of 16 columns, .* got 8"),
+        ({"x": torch.zeros(4, 8)}, r"a multiple of 16, .* got 8"),
         ({"x": torch.zeros(16, 4).t()}, "x must be contiguous"),
         ({"x": torch.zeros(4, 16, dtype=torch.float64)}, "got torch.float64"),
         ({"dtype": torch.int8}, "dtype must be torch.float8_e4m3fn or torch.float8_e5m2; got torch.int8"),
