@@ -3,7 +3,7 @@
 Names, defaults and meaning are Transformer Engine's (`transformer_engine.common.recipe.DelayedScaling`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import InitVar, dataclass, field
 from typing import Any
 
@@ -142,6 +142,10 @@ class Delayed(Quantizer):
     def __init__(self, meta: Any, column: int, dtype: torch.dtype, scaled_max: float) -> None:
         self.meta, self.column, self.dtype, self.scaled_max = meta, column, dtype, scaled_max
         self.key = ("delayed", column, dtype, meta.amax_history is None)
+
+    @property
+    def kept_key(self) -> Hashable:  # a new scale does not reach a kept cast, and a new margin drops it (`fp8_state`)
+        return "delayed", self.dtype
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         meta = self.meta

@@ -51,6 +51,11 @@ class Quantizer:
     fp8 = False
     layout: str | None = None
 
+    @property
+    def kept_key(self) -> Hashable:
+        """`key` without what may change between microbatches: a cast that is kept serves those with the same."""
+        return self.key
+
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """The tensors that it reads besides its arguments."""
         return ()
@@ -138,6 +143,10 @@ class Around(Quantizer):
     """A quantizer around another one, `inner`, whose tensors and scale are its own."""
 
     inner: Quantizer
+
+    @property
+    def kept_key(self) -> Hashable:
+        return self.inner.kept_key
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         return self.inner.tensors()

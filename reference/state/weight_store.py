@@ -22,14 +22,14 @@ class WeightStore:
     """The store of one module, which it does not refer to: a circle would keep both in memory.
 
     Attributes:
-        casts: (weight's name, type of the recipe) → its cast, for later microbatches.
+        casts: (weight's name, type of the recipe, `Quantizer.kept_key`) → its cast, for later microbatches.
         delayed: of each backward without weights' gradients its context, and how each weight's is computed.
     """
 
     __slots__ = ("casts", "delayed")
 
     def __init__(self) -> None:
-        self.casts: dict[tuple[str, type], Quantized] = {}
+        self.casts: dict[tuple[Any, ...], Quantized] = {}
         self.delayed: deque[tuple[Any, dict[str, Compute]]] = deque()
 
     # --- casts ---------------------------------------------------------------------------------------
@@ -43,11 +43,13 @@ class WeightStore:
             cast = cast._replace(column=None)
         for key in [one for one in self.casts if one[0] == name]:
             del self.casts[key]
-        self.casts[name, recipe] = cast
+        self.casts[name, recipe, quantizer.kept_key] = cast
 
     def cast(self, name: str, recipe: type, quantizer: Quantizer, transpose: bool) -> Quantized | None:
         """The cast of a weight by an earlier microbatch under a recipe of this kind, if it fits this quantizer."""
-        found = self.casts.get((name, recipe))
+        found = self.casts.get((name, recipe, quantizer.kept_key))
+        if found is None:
+            found = self.casts.get((name, recipe))  # out of an older pickle, which does not say what made it
         if found is None or found.row.codes.dtype != quantizer.dtype:
             return None
         column = found.column
@@ -59,16 +61,16 @@ class WeightStore:
             self.keep(name, recipe, found, quantizer)
         return found
 
-    def packed(self) -> dict[tuple[str, type], Any]:
+    def packed(self) -> dict[tuple[Any, ...], Any]:
         """The casts for a pickle: their tensors, those of FP8 as bytes with their dtype, and their form."""
-        found: dict[tuple[str, type], Any] = {}
+        found: dict[tuple[Any, ...], Any] = {}
         for key, cast in self.casts.items():
             tensors, form = flatten(cast)
             of_bytes = [t if t is None or t.dtype.itemsize > 1 else (t.view(torch.uint8), t.dtype) for t in tensors]
             found[key] = (of_bytes, form)
         return found
 
-    def unpack(self, packed: dict[tuple[str, type], Any]) -> None:
+    def unpack(self, packed: dict[tuple[Any, ...], Any]) -> None:
         """Take what `packed` gave; pickles of 1.0 hold lists of the codes, their transpose, the scale and a layout."""
         for key, one in packed.items():
             tensors, form = (one[:3], None) if isinstance(one, list) else one

@@ -76,7 +76,7 @@ def test_what_is_not_in_fp8_is_neither_kept_for_later_microbatches_nor_read_as_c
         first = layer(x, is_first_microbatch=True)
         second = layer(x, is_first_microbatch=False)
     assert_same_bits(first, second)
-    assert [name for name, _ in layer._store.casts] == ["fc1_weight"]
+    assert [name for name, *_ in layer._store.casts] == ["fc1_weight"]
     torch.manual_seed(0)
     with te.quantized_model_init():
         kept: Any = te.LayerNormMLP(32, 48, params_dtype=BF16)

@@ -99,6 +99,49 @@ def test_a_cache_without_its_transpose_is_not_enough_for_training() -> None:
     assert x.grad is not None
 
 
+BLOCKS, CURRENT, ROWS, FOUR = (
+    te.recipe.Float8BlockScaling,
+    te.recipe.Float8CurrentScaling,
+    te.recipe.Float8RowwiseScaling,
+    te.recipe.NVFP4BlockScaling,
+)
+SETTINGS: dict[str, tuple[Any, Any]] = {
+    "fp32 scales in blocks": (BLOCKS(use_f32_scales=True), BLOCKS()),
+    "blocks of weights": (BLOCKS(w_block_scaling_dim=1), BLOCKS()),
+    "current scales that are powers of two": (CURRENT(use_power_2_scales=True), CURRENT()),
+    "one scale for the backward": (ROWS(weight_gradient="high_precision"), ROWS()),
+    "blocks of MXFP8": (te.recipe.MXFP8BlockScaling(enable_2d_quantization=True), te.recipe.MXFP8BlockScaling()),
+    "blocks of NVFP4": (FOUR(disable_2d_quantization=True), FOUR()),
+}
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_a_cast_by_other_settings_of_the_recipe_is_not_reused(settings: str, same_bits) -> None:
+    x, g = (numbers(seed, 32, 128).to(torch.bfloat16) for seed in (13, 14))
+    layer = te.Linear(128, 128, params_dtype=torch.bfloat16)
+    with torch.no_grad():  # rows and columns of several sizes, so that each scale matters
+        layer.weight *= torch.exp(2 * numbers(15, 128, 1)) * torch.exp(2 * numbers(16, 1, 128))
+
+    def run(recipe: te.recipe.Recipe, first: bool | None) -> list[torch.Tensor]:
+        inp = x.clone().requires_grad_()
+        torch.manual_seed(17)
+        with te.autocast(recipe=recipe):
+            y = layer(inp, is_first_microbatch=first)
+        y.backward(g)
+        assert inp.grad is not None
+        return [y, inp.grad]
+
+    for one, other in (SETTINGS[settings], SETTINGS[settings][::-1]):
+        expected, of_others = run(one, None), run(other, None)
+        assert any(not torch.equal(a, b) for a, b in zip(expected, of_others, strict=True))
+        run(other, True)
+        for found, right in zip(run(one, False), expected, strict=True):
+            same_bits(found, right)
+        (cast,) = layer._store.casts.values()
+        run(one, False)
+        assert next(iter(layer._store.casts.values())) is cast, "that of the same settings is"
+
+
 Layer = torch.nn.Module
 
 
@@ -154,6 +197,7 @@ def test_a_module_that_an_older_version_pickled_keeps_its_cast(same_bits) -> Non
     (codes, scale_inv, layout, _), column = cast
     assert column is not None
     as_bytes = [(t.view(torch.uint8), t.dtype) for t in (codes, column.codes)]
+    key = key[:2]  # it did not say by which settings
     same, older = copy.deepcopy(layer), te.Linear(32, 32, params_dtype=torch.bfloat16)
     older.__setstate__(
         {**copy.deepcopy(layer).__getstate__(), "_fp8_workspaces": {key: [*as_bytes, scale_inv, layout]}}
