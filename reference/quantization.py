@@ -11,7 +11,6 @@ from typing import Any, NoReturn
 
 import torch
 
-from reference import recipe
 from reference.arguments import check_arguments
 from reference.float8.float8_quantizer import TE_DTYPES, DType
 from reference.numbers import block_formats
@@ -61,10 +60,6 @@ Support = tuple[bool, str]
 def check_fp8_support() -> Support:
     """(True, ""): every CPU runs FP8. `optimized.is_fp8_available` says whether a GPU does."""
     return True, ""
-
-
-def _without_recipe(name: str) -> Support:
-    return False, str(not_offered.sentence(recipe.__name__, name))
 
 
 def _on_a_cpu_alone(name: str) -> Support:

@@ -22,6 +22,7 @@ from reference.optimizers.parameters import (
     flag,
     named,
     real,
+    saved_parts,
     unwrapped,
 )
 from reference.support.dtensor import is_dtensor
@@ -198,14 +199,7 @@ def read(
     state_dict: dict[str, Any], groups: list[dict[str, Any]]
 ) -> tuple[dict[torch.Tensor, State], list[dict[str, Any]]]:
     """State and groups for the parameters of `groups`; nothing is shared with `state_dict`."""
-    given: dict[str, Any] = state_dict if isinstance(state_dict, dict) else {}
-    saved, entries = given.get("param_groups"), given.get("state")
-    if not isinstance(saved, list) or not isinstance(entries, dict):
-        found = type(state_dict).__name__
-        raise TypeError(f"{WHO}: state_dict is a {found}; a dict of 'state' and 'param_groups' is accepted.")
-    sizes = [[len(one["params"]) for one in part] for part in (saved, groups)]
-    if sizes[0] != sizes[1]:
-        raise ValueError(f"{WHO}: state_dict has groups of {sizes[0]} parameters; the optimizer has {sizes[1]}.")
+    saved, entries = saved_parts(WHO, state_dict, groups)
     state: dict[torch.Tensor, State] = {}
     found_groups = []
     for i, (one, group) in enumerate(zip(saved, groups, strict=True)):

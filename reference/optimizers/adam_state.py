@@ -17,7 +17,7 @@ from reference.numbers import formats
 from reference.ops.optimizers import adam_states
 from reference.ops.optimizers.adam_states import RANGES
 from reference.optimizers.adam_layout import MASTER, MOMENTS, Layout, State, needs_master, scale_name, write
-from reference.optimizers.parameters import described, flag, placement, real
+from reference.optimizers.parameters import described, flag, placement, real, saved_parts
 from reference.support.dtensor import like, placed, shard
 
 # Keys that torch.optim.Adam and AdamW save in a group, but FusedAdam does not; the first two change numbers.
@@ -87,10 +87,7 @@ def read(
     torch's optimizers count steps by parameter; they become the group's. Their moments are kept as `layout` says, and
     the next step makes masters from the parameters. Nothing is shared with `state_dict`.
     """
-    saved, entries = _parts(state_dict)
-    if [len(one["params"]) for one in saved] != [len(one["params"]) for one in groups]:
-        sizes = [[len(one["params"]) for one in part] for part in (saved, groups)]
-        raise ValueError(f"FusedAdam: state_dict has groups of {sizes[0]} parameters; the optimizer has {sizes[1]}.")
+    saved, entries = saved_parts("FusedAdam", state_dict, groups)
     known = {number for one in saved for number in one["params"]}
     extra = [number for number in entries if number not in known]
     if extra:
@@ -143,24 +140,6 @@ def add_torchs(state_dict: dict[str, Any], adam_w_mode: bool, capturable: bool) 
                 on = step.device if isinstance(step, torch.Tensor) else "cpu"
                 step = torch.as_tensor(step, device=on, dtype=torch.float32).reshape(())
                 state_dict["state"][number] = {"step": step, **entry}
-
-
-def _parts(state_dict: Any) -> tuple[list[dict[str, Any]], dict[Any, Any]]:
-    saved = state_dict.get("param_groups") if isinstance(state_dict, dict) else None
-    entries = state_dict.get("state") if isinstance(state_dict, dict) else None
-    grouped = isinstance(saved, (list, tuple)) and all(
-        isinstance(one, dict) and isinstance(one.get("params"), (list, tuple)) for one in saved
-    )
-    if not grouped or not isinstance(entries, dict):
-        raise TypeError(
-            "FusedAdam: state_dict must be a dict with 'state', a dict, and 'param_groups', a list of dicts with "
-            f"'params'; got {type(state_dict).__name__}" + (f" of {list(state_dict)}." if state_dict else ".")
-        )
-    for number, entry in entries.items():
-        if not isinstance(entry, dict):
-            raise TypeError(f"FusedAdam: state_dict['state'][{number!r}] is {described(entry)}; a dict is accepted.")
-    assert isinstance(saved, (list, tuple))
-    return list(saved), entries
 
 
 def _translate(group: dict[str, Any], entries: Sequence[dict[str, Any] | None], adam_w_mode: bool, where: str) -> None:

@@ -24,6 +24,7 @@ from reference.optimizers.parameters import (
     named,
     placement,
     real,
+    saved_parts,
     to_none,
     unwrapped,
     without_compiler,
@@ -189,14 +190,7 @@ class FusedSGD(OfSGD, torch.optim.Optimizer):
 
 def checked(state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> dict[str, Any]:
     """A copy of a state dict, checked, with the keys that FusedSGD has and tensors of its own."""
-    given: dict[str, Any] = state_dict if isinstance(state_dict, dict) else {}
-    saved, entries = given.get("param_groups"), given.get("state")
-    if not isinstance(saved, list) or not isinstance(entries, dict):
-        found = type(state_dict).__name__
-        raise TypeError(f"{WHO}: state_dict is a {found}; a dict of 'state' and 'param_groups' is accepted.")
-    sizes = [[len(one["params"]) for one in part] for part in (saved, groups)]
-    if sizes[0] != sizes[1]:
-        raise ValueError(f"{WHO}: state_dict has groups of {sizes[0]} parameters; the optimizer has {sizes[1]}.")
+    saved, entries = saved_parts(WHO, state_dict, groups)
     read = []
     for i, (one, group) in enumerate(zip(saved, groups, strict=True)):
         where = f" in state_dict['param_groups'][{i}]"

@@ -6,7 +6,7 @@ Nothing here changes anything. A DTensor (FSDP2's `fully_shard`, `distribute_ten
 import functools
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -164,6 +164,30 @@ def check_common(who: str, group: dict[str, Any], where: str, own: dict[str, Any
             raise ValueError(
                 f"{who}: {name}={given!r}{where}; {value!r} is accepted, because it is the same for all groups."
             )
+
+
+def saved_parts(
+    who: str, state_dict: Any, groups: Sequence[Mapping[str, Any]]
+) -> tuple[list[dict[str, Any]], dict[Any, Any]]:
+    """The groups and the parameters' entries of a state dict; refuse one that does not have the form of `groups`."""
+    saved = state_dict.get("param_groups") if isinstance(state_dict, dict) else None
+    entries = state_dict.get("state") if isinstance(state_dict, dict) else None
+    grouped = isinstance(saved, (list, tuple)) and all(
+        isinstance(one, dict) and isinstance(one.get("params"), (list, tuple)) for one in saved
+    )
+    if not grouped or not isinstance(entries, dict):
+        raise TypeError(
+            f"{who}: state_dict must be a dict with 'state', a dict, and 'param_groups', a list of dicts with "
+            f"'params'; got {type(state_dict).__name__}" + (f" of {list(state_dict)}." if state_dict else ".")
+        )
+    for number, entry in entries.items():
+        if not isinstance(entry, dict):
+            raise TypeError(f"{who}: state_dict['state'][{number!r}] is {described(entry)}; a dict is accepted.")
+    assert isinstance(saved, (list, tuple))
+    sizes = [[len(one["params"]) for one in part] for part in (saved, groups)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(f"{who}: state_dict has groups of {sizes[0]} parameters; the optimizer has {sizes[1]}.")
+    return list(saved), entries
 
 
 def checked_grad_none(who: str, set_grad_none: Any) -> bool | None:

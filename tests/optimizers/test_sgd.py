@@ -241,7 +241,17 @@ def put(name: str, value: Any) -> Callable[[Any], None]:
         ),
         (lambda state: state["param_groups"][0].pop("momentum"), ValueError, "'momentum' is missing in state_dict"),
         (lambda state: state["param_groups"][0]["params"].pop(), ValueError, r"groups of \[2\] parameters; .* \[3\]"),
-        (lambda state: state.pop("state"), TypeError, "state_dict is a dict; a dict of 'state' and 'param_groups'"),
+        (
+            lambda state: state.pop("state"),
+            TypeError,
+            "state_dict must be a dict with 'state', a dict, and 'param_groups'",
+        ),
+        (lambda state: state["param_groups"].insert(0, 3), TypeError, "'param_groups', a list of dicts with 'params'"),
+        (
+            lambda state: state["state"].update({0: 3}),
+            TypeError,
+            r"state_dict\['state'\]\[0\] is a int; a dict is accepted",
+        ),
     ],
 )
 def test_what_does_not_fit_is_not_loaded(change: Callable[[Any], None], error: type[Exception], sentence: str) -> None:
