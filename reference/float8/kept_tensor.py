@@ -30,9 +30,9 @@ Source: Transformer Engine's `pytorch/quantized_tensor.py`.
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 
@@ -274,8 +274,8 @@ class KeptTensor(QuantizedTensor):
 
     @classmethod
     def write_all(cls, pairs: list[tuple[Any, torch.Tensor]]) -> None:
-        """Write values; one launch per device and dtype writes the weights with one scale and transposed codes."""
-        together: dict[tuple[torch.device, torch.dtype, bool], list[_Write]] = {}
+        """Write values; weights with one scale and transposed codes together, by quantizer and dtype."""
+        together: dict[tuple[torch.device, torch.dtype, Hashable], list[tuple[Kept, torch.Tensor]]] = {}
         for target, values in pairs:
             kept = target._kept
             kept.count_write()
@@ -287,43 +287,39 @@ class KeptTensor(QuantizedTensor):
             values = values.numbers() if isinstance(values, QuantizedTensor) else values.detach()
             dtype = values.dtype if values.dtype in WIDE_DTYPES else target.dtype
             values = values.to(target.device, dtype).expand(target.shape).reshape(kept.codes.shape).contiguous()
-            found = _with_one_scale(kept, values)
-            if found is None:
-                kept.write(values, kept.state())
+            by = kept.state()
+            if _has_one_scale(kept, values):
+                key = by.key if isinstance(by, OfRecipe) else None
+                together.setdefault((target.device, dtype, key), []).append((kept, values))
             else:
-                together.setdefault((target.device, dtype, found.history is None), []).append(found)
+                kept.write(values, by)
         for writes in together.values():
-            weights: list[Any] = [one.kept for one in writes]
-            twin.multi_cast_transpose(
-                [one.values for one in writes],
-                [one.scale for one in writes],
-                [one.history for one in writes if one.history is not None],
-                [one.column for one in writes],
-                [kept.codes for kept in weights],
-                [kept.transposed for kept in weights],
-                [kept.scale_inv for kept in weights],
-            )
+            _write_together([kept for kept, _ in writes], [values for _, values in writes])
 
 
-class _Write(NamedTuple):
-    """Numbers for a weight with one scale: `scale` and, in a state, `history` have it in `column`."""
-
-    kept: Kept
-    values: torch.Tensor
-    scale: torch.Tensor
-    history: torch.Tensor | None
-    column: int
-
-
-def _with_one_scale(kept: Kept, values: torch.Tensor) -> _Write | None:
-    """A weight's write beside others; None where it has scales of blocks or no transposed codes, or is no weight."""
+def _has_one_scale(kept: Kept, values: torch.Tensor) -> bool:
+    """Whether it may be written beside others: not with scales of blocks or without transposed codes, or no weight."""
     by = kept.state()
     if kept.transposed is None or kept.layout != PER_TENSOR or isinstance(by, Quantizer):
-        return None
-    if isinstance(by, FP8TensorMeta):
-        return _Write(kept, values, by.scale, by.amax_history, kept.column)
-    scale = by.scale(values) if values.dim() == 2 and values.shape[1] % 16 == 0 else None
-    return None if scale is None else _Write(kept, values, scale, None, 0)
+        return False
+    return isinstance(by, FP8TensorMeta) or (values.dim() == 2 and values.shape[1] % 16 == 0)
+
+
+def _write_together(weights: list[Any], values: list[torch.Tensor]) -> None:
+    """Write weights of one device, dtype and quantizer, or all of a state."""
+    states = [kept.state() for kept in weights]
+    if isinstance(states[0], FP8TensorMeta):
+        scales, histories = [by.scale for by in states], [by.amax_history for by in states]
+        columns = [kept.column for kept in weights]
+    else:
+        found = states[0].scales(values)
+        if found is None:
+            for kept, one in zip(weights, values, strict=True):
+                kept.write(one, kept.state())
+            return
+        scales, histories, columns = [found] * len(weights), [], list(range(len(weights)))
+    codes, turned, scale_invs = zip(*[(kept.codes, kept.transposed, kept.scale_inv) for kept in weights], strict=True)
+    twin.multi_cast_transpose(values, scales, histories, columns, list(codes), list(turned), list(scale_invs))
 
 
 def _same_form(target: KeptTensor, values: Any) -> bool:

@@ -118,6 +118,9 @@ class Current(Quantizer):
         found: torch.Tensor = twin.current_scale(x, *self.how)
         return found
 
+    def scales(self, xs: list[torch.Tensor]) -> torch.Tensor:
+        return twin.multi_current_scale(xs, False, *self.how)  # type: ignore[no-any-return]
+
     def scale_of_activation(self, h: torch.Tensor, kind: str, y: torch.Tensor) -> torch.Tensor:
         return twin.activation_scale(h, kind, *self.how)[1]  # type: ignore[no-any-return]
 
@@ -133,8 +136,7 @@ class Current(Quantizer):
     def quantize_together(self, others: Sequence[Quantizer], xs: list[torch.Tensor]) -> list[Quantized]:
         if not all(type(one) is Current and one.key == self.key for one in others):
             return super().quantize_together(others, xs)
-        scales = twin.multi_current_scale(xs, False, *self.how)
-        return cast_together(xs, [scales] * len(xs), [], list(range(len(xs))), self.dtype)
+        return cast_together(xs, [self.scales(xs)] * len(xs), [], list(range(len(xs))), self.dtype)
 
     def norm(
         self,

@@ -72,6 +72,11 @@ class Quantizer:
         """The scale, fp32 `[1]`, by which `quantize(x)` multiplies; None where there is not one for all of x."""
         return None
 
+    def scales(self, xs: list[torch.Tensor]) -> torch.Tensor | None:
+        """`scale` of each of several matrices of one dtype, fp32 `[len(xs)]`."""
+        found = [scale for x in xs if (scale := self.scale(x)) is not None]
+        return torch.cat(found) if len(found) == len(xs) else None
+
     def scale_of_activation(self, h: torch.Tensor, kind: str, y: torch.Tensor) -> torch.Tensor | None:
         """The same of `activated(h, kind)`, whose result in T is y."""
         return self.scale(y)

@@ -361,7 +361,7 @@ def test_a_recipe_of_ones_own_needs_no_word_of_the_layers(name: str, monkeypatch
     ("kind", "expected"),
     [
         ("delayed", ["multi_cast_transpose"]),
-        ("current", ["current_scale", "current_scale", "current_scale", "current_scale", "multi_cast_transpose"]),
+        ("current", ["multi_current_scale", "current_scale", "multi_cast_transpose"]),
         ("blocks", ["cast_blocks", "cast_blocks"]),
     ],
 )
