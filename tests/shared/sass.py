@@ -1,6 +1,7 @@
 """Counting machine instructions: the disassembly of a cubin, one function at a time. Needs no GPU."""
 
 import importlib.util
+import itertools
 import re
 import shutil
 import subprocess
@@ -8,6 +9,7 @@ import tempfile
 from collections import Counter
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 from optimized.cuda import compiler, device
 
@@ -51,6 +53,51 @@ def opcodes(cubin: bytes, function: str) -> Counter[str]:
     if not found:
         raise ValueError(f"function={function!r} is not in the cubin.")
     return Counter(_LINE.findall(body.split("//-----", 1)[0].split(".section", 1)[0]))
+
+
+class Instruction(NamedTuple):
+    """One instruction, and what its control bits say of scoreboards (in the order of bits since sm_70)."""
+
+    opcode: str
+    text: str
+    sets: int  # the scoreboard that its result releases; 7: none
+    waits: int  # a mask of scoreboards that it waits for
+
+
+def instructions(cubin: bytes) -> list[Instruction]:
+    """A cubin's instructions in their order."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [nvdisasm(), "-hex", "-c", file.name]
+        lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    found = []
+    for line, after in itertools.pairwise(lines):  # the second half of an instruction's bits stands on the next line
+        match, high = _LINE.search(line), re.match(r"\s+/\* 0x([0-9a-f]{16}) \*/", after)
+        if match and high:
+            control = int(high[1], 16) >> 41
+            found.append(
+                Instruction(match[1], line[match.start(1) :].split(";")[0], control >> 5 & 7, control >> 11 & 63)
+            )
+    return found
+
+
+def unfinished_loads(cubin: bytes) -> list[tuple[str, str]]:
+    """Arrivals on barriers that do not wait for a load from shared memory before them in the text, each with the last
+    such load. A warp's loads from shared memory finish in their order, so who waits for one waits for those before it.
+    """
+    found: list[tuple[str, str]] = []
+    flying: list[Instruction] = []
+    for one in instructions(cubin):
+        done = [place for place, load in enumerate(flying) if load.sets < 7 and one.waits >> load.sets & 1]
+        flying = flying[done[-1] + 1 :] if done else flying
+        if one.opcode.startswith(("MEMBAR", "EXIT", "BRA")):  # after a branch the text goes on elsewhere
+            flying = []
+        elif one.opcode.startswith("LDS"):
+            flying.append(one)
+        elif one.opcode.startswith("SYNCS.ARRIVE") and flying:
+            found.append((one.text, flying[-1].text))
+    return found
 
 
 @cache

@@ -246,7 +246,7 @@ struct SplitMainloop : Mainloop<typename Gemm::Map> {
 #pragma unroll
             for (int c = 0; c < kStageBlocks; c++)
                 if (c < count) take(partials[c], previous);
-            if constexpr (Config::Promotion::kReadsStage) this->release(ring.empty(previous));
+            if constexpr (Config::Promotion::kReadsStage) this->release_read(ring.empty(previous));
         };
         const auto next = [&] { previous = ring.stage.index, ring.advance(); };
         int stages = (k_blocks + kStageBlocks - 1) / kStageBlocks;
@@ -295,7 +295,7 @@ struct SplitMainloop : Mainloop<typename Gemm::Map> {
                 if (part == kLast && !Config::Promotion::kReadsStage) this->release(empty);
                 wgmma_hold(partial);
                 promote(acc, part * kPart, partial, scales);
-                if (part == kLast && Config::Promotion::kReadsStage) this->release(empty);
+                if (part == kLast && Config::Promotion::kReadsStage) this->release_read(empty);
             }
         }
     }

@@ -43,6 +43,13 @@ struct Mainloop {
         return tile_of_stage<Map>(shared, ring.stage.index);
     }
     __device__ __forceinline__ void release(unsigned empty) const { ring.template release<Map::kCluster>(empty); }
+    // Of a stage that this warp's lanes have read themselves. An arrival does not wait for their loads, which may stand in a
+    // queue behind the stores of an epilogue, while the copy engine writes the stage again: the fence waits.
+    __device__ __forceinline__ void release_read(unsigned empty) const {
+        fence_block();
+        __syncwarp();
+        release(empty);
+    }
 };
 
 // One chain over K. issue(acc, stage, first) issues the four wgmma of a k-block; a tile's first k-block starts from

@@ -53,11 +53,16 @@ def costs(squares: tuple[bool, bool]) -> tuple[tuple[Tile, Cost], ...]:
 
 
 _COSTS = {squares: costs(squares) for squares in _SQUARES}
-# Those of the fused kernel, whose mask has words of 64 columns. Only where b's blocks are square, as a weight's: where
-# they are of rows, it gave an H200 other words than the two kernels, for a reason not found yet (docs/log/recipes.md).
-FUSED_SQUARES = (False, True)
-_FUSED = tuple((tile, cost) for tile, cost in _COSTS[FUSED_SQUARES] if tile.block_n % 64 == 0)
-FUSED_TILES = tuple(tile for tile, _ in _FUSED)
+# Those of the fused kernel, whose mask has words of 64 columns.
+_FUSED = {
+    squares: tuple((tile, cost) for tile, cost in found if tile.block_n % 64 == 0 and tile.warpgroups < 3)
+    for squares, found in _COSTS.items()
+}
+
+
+def fused_tiles(squares: tuple[bool, bool]) -> tuple[Tile, ...]:
+    """The tiles that the fused kernel has, where the blocks of a and of b are square or of rows."""
+    return tuple(tile for tile, _ in _FUSED[squares])
 
 
 def beside_bytes(tile: Tile, squares: tuple[bool, bool]) -> int:
@@ -102,19 +107,17 @@ def config(
 def fused_config(
     formats: tuple[torch.dtype, torch.dtype],
     out: torch.dtype,
+    squares: tuple[bool, bool],
     tile: Tile,
     n: int,
     drop: bool,
 ) -> GemmConfig:
     """One configuration of kernels/gemms/gemm_fp8_blocks_fused.cu; only n % 32 counts. `drop`: whether it drops."""
-    macros = dict(config(*formats, out, FUSED_SQUARES, tile, n).macros) | {"DROP": int(drop)}
+    macros = dict(config(*formats, out, squares, tile, n).macros) | {"DROP": int(drop)}
     del macros["ACCUMULATE"]
-    macros.pop("STAGED", None)
     # The bias in 16 bits and the mask, each with two barriers.
     epilogue = 2 * tile.block_n + 16 + tile.block_m * tile.block_n // 8 + 16
-    return GemmConfig(
-        "gemm_fp8_blocks_fused", tile, tuple(macros.items()), beside_bytes(tile, FUSED_SQUARES) + epilogue
-    )
+    return GemmConfig("gemm_fp8_blocks_fused", tile, tuple(macros.items()), beside_bytes(tile, squares) + epilogue)
 
 
 # What the CPU suite compiles: every tile with each form of blocks, and every format and output with one tile.
@@ -130,8 +133,13 @@ _TILES = [tile for tile, _ in costs((False, False))]
 _ADDING = itertools.product([_E4M3], [_E4M3], OUTPUTS, _SQUARES[:1], _TILES, (16, 32), [True])
 CONFIGURATIONS = [config(*case).listed for case in (*_EVERY_TILE, *_EVERY_FORMAT, *_ADDING)]
 _FUSED_CHOICES = [
-    *itertools.product([(_E4M3, _E4M3)], [torch.bfloat16], FUSED_TILES, (16, 32)),
-    *itertools.product(itertools.product(FP8, FP8), (torch.bfloat16, torch.float16), [Tile(2, 128, 6)], [32]),
+    *(
+        ((_E4M3, _E4M3), torch.bfloat16, one, tile, n)
+        for one in _SQUARES
+        for tile in fused_tiles(one)
+        for n in (16, 32)
+    ),
+    *itertools.product(itertools.product(FP8, FP8), (torch.bfloat16, torch.float16), _SQUARES, [Tile(2, 128, 6)], [32]),
 ]
 CONFIGURATIONS += [fused_config(*case, drop).listed for case in _FUSED_CHOICES for drop in (False, True)]
 
@@ -232,8 +240,8 @@ def gemm_fp8_blocks_bias_dropout_add(
 ) -> torch.Tensor:
     """a `[M, K]`, b `[N, K]` float8, bias `[N]`, residual `[M, N]` of out_dtype -> `[M, N]`; advances `rng_state`.
 
-    Two kernels run where the fused one has no form (blocks of b that are not square, fp32, an empty matrix, no
-    residual) and, unless the caller names a tile, where K is so short that the mask is not drawn in time.
+    Two kernels run where the fused one has no form (fp32, an empty matrix, no residual) and, unless the caller names a
+    tile, where K is so short that the mask is not drawn in time.
     """
     operands = (a, b, a_scale_inv, b_scale_inv, a_square, b_square)
     out = bias_dropout_add_outputs(*operands, bias, residual, out_dtype, p, rng_state)
@@ -241,14 +249,13 @@ def gemm_fp8_blocks_bias_dropout_add(
     (m, k), drop = a.shape, threshold(p) > 0
     # The kernel counts groups of eight elements in 32 bits.
     apart = drop and (out.numel() >= 2**35 or (tile is None and m >= 2048 and k < 2048))
-    fused = (a_square, b_square) == FUSED_SQUARES and residual is not None and out_dtype != torch.float32
-    if apart or not fused or not out.numel() * k:
+    if apart or residual is None or out_dtype == torch.float32 or not out.numel() * k:
         x = gemm_fp8_blocks_tiled(*operands, None, out_dtype, _tile(a, b, _COSTS[a_square, b_square]))
         dropout.run(out, x, bias, residual, p, rng_state)
     else:
-        tile = tile or _tile(a, b, _FUSED)
+        tile = tile or _tile(a, b, _FUSED[a_square, b_square])
         width = 32 if b.shape[0] % 32 == 0 else 16
-        one = fused_config((a.dtype, b.dtype), out_dtype, tile, width, drop)
+        one = fused_config((a.dtype, b.dtype), out_dtype, (a_square, b_square), tile, width, drop)
         addend, *found = [loadable(of) for of in (residual, a_scale_inv, b_scale_inv)]
         assert addend is not None
         mask = (pointer(rng_state) if drop else 0, np.uint32(threshold(p)), np.float32(keep_scale(p)))

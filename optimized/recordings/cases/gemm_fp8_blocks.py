@@ -7,7 +7,7 @@ from itertools import product
 import torch
 
 from optimized.ops.gemms import gemm_fp8_blocks
-from optimized.ops.gemms.gemm_fp8_blocks import FUSED_SQUARES, FUSED_TILES, costs, gemm_fp8_blocks_tiled
+from optimized.ops.gemms.gemm_fp8_blocks import costs, fused_tiles, gemm_fp8_blocks_tiled
 from optimized.ops.gemms.gemm_tile import Tile
 from optimized.recordings.calls import BF16, E4M3, E5M2, FP16, Call, Calls, Inputs
 from optimized.recordings.case import FP8, HALVES, WIDE, Case, Outputs, codes, numbers, random_state, short
@@ -92,10 +92,9 @@ def _add(
 
 
 def _fused(c: Inputs) -> Calls:
-    for cols, tile, p in product((272, 288), FUSED_TILES, (0.0, 0.1)):
-        yield _add(c, (140, cols, 272), p, FUSED_SQUARES, tile=tile)
-    for squares in _SQUARES:
-        yield _add(c, (40, 64, 144), 0.1, squares)
+    for squares, cols in product(_SQUARES, (272, 288)):
+        for tile, p in product(fused_tiles(squares), (0.0, 0.1)):
+            yield _add(c, (140, cols, 272), p, squares, tile=tile)
     for parts, half in product(("br", "b", "r", ""), HALVES):
         yield _add(c, (70, 64, 144), 0.1, half=half, parts=parts, start=1)
     for shape, p in product(((0, 16, 16), (8, 0, 16), (8, 16, 0), (1, 16, 16), (256, 256, 256)), (0.0, 0.1)):

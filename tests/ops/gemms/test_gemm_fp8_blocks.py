@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from shared import scaled_products
+from shared import sass, scaled_products
 from shared.bits import assert_same_bits
 from shared.determinism import assert_same_again
 
+from optimized.cuda import compiler
 from optimized.ops.gemms import gemm_fp8_blocks
 from optimized.ops.gemms.gemm_tile import Tile
 from reference.numbers import tensor_core
@@ -153,14 +154,16 @@ def test_bias_dropout_and_residual_after_a_product_are_the_two_ops(p: float, dty
 @pytest.mark.sample(6)
 @pytest.mark.simulated
 @pytest.mark.gpu
-@pytest.mark.parametrize("tile", gemm_fp8_blocks.FUSED_TILES, ids=str)
-def test_every_tile_of_the_fused_product(tile: Tile) -> None:
+@pytest.mark.parametrize(
+    ("squares", "tile"), [(one, tile) for one in SQUARES for tile in gemm_fp8_blocks.fused_tiles(one)], ids=str
+)
+def test_every_tile_of_the_fused_product(squares: tuple[bool, bool], tile: Tile) -> None:
     """On ragged shapes, with several tiles a block where there are few blocks."""
     run = functools.partial(gemm_fp8_blocks.gemm_fp8_blocks_bias_dropout_add, tile=tile)
     for shape, (p, parts) in itertools.product(
         ((1, 16, 16), (130, 544, 272), (330, 288, 144)), ((0.3, "br"), (0.3, "r"), (0.0, "br"), (1.0, "br"))
     ):
-        check_fused(fused_arguments(*shape, gemm_fp8_blocks.FUSED_SQUARES), p, parts, run)
+        check_fused(fused_arguments(*shape, squares), p, parts, run)
 
 
 @pytest.mark.gpu
@@ -173,7 +176,7 @@ def test_the_layers_residuals_against_the_kernels_one_by_one(squares: tuple[bool
         bias, residual = (torch.randn(*shape, device="cuda").bfloat16() for shape in ((n,), (m, n)))
         operands = [x.cuda() for x in (a, b, sa, sb)]
         states = torch.tensor([[7, 1], [7, 1]]).cuda()
-        tile = gemm_fp8_blocks.FUSED_TILES[0]
+        tile = gemm_fp8_blocks.fused_tiles(squares)[0]
         given = (*operands, *squares, bias, residual, BF16, p)
         found = gemm_fp8_blocks.gemm_fp8_blocks_bias_dropout_add(*given, states[0], tile=tile)
         x = twin.gemm_fp8_blocks(*operands, *squares, None, BF16)
@@ -183,6 +186,25 @@ def test_the_layers_residuals_against_the_kernels_one_by_one(squares: tuple[bool
         assert torch.equal(states[0], states[1])
     state = torch.tensor([7, 1]).cuda()
     assert_same_again(lambda: twin.gemm_fp8_blocks_bias_dropout_add(*given, state.clone()))
+
+
+@pytest.mark.parametrize("squares", [(False, False), (True, False)])
+def test_a_stage_is_released_when_its_scales_have_been_read(squares: tuple[bool, bool]) -> None:
+    """An arrival does not wait for a warp's loads, and after it the copy engine writes the stage again."""
+    formats = E4M3, E4M3
+    listed = [
+        gemm_fp8_blocks.config(*formats, BF16, squares, tile, 32).listed for tile, _ in gemm_fp8_blocks.costs(squares)
+    ]
+    # Without dropout, whose mask ordinary stores write.
+    listed += [
+        gemm_fp8_blocks.fused_config(formats, BF16, squares, tile, 32, False).listed
+        for tile in gemm_fp8_blocks.fused_tiles(squares)
+    ]
+    for one in listed:
+        cubin = compiler.build(*one).cubin
+        opcodes = {instruction.opcode.split(".")[0] for instruction in sass.instructions(cubin)}
+        assert opcodes >= {"LDS", "QGMMA", "SYNCS"}, one
+        assert sass.unfinished_loads(cubin) == [], one
 
 
 def test_opcheck() -> None:
