@@ -10,7 +10,7 @@ defines them). They compare the codes that the GEMMs read with the tensor that t
 a norm or an activation in the activation dtype; a weight in its own dtype.
 
 A measured step runs op by op and has the bits of any other step. Between two measured steps nothing is different: the
-player of `reference.nn.core.autograd` is the usual one, so tapes are played. Values stay on the device until they are
+runner of `reference.nn.core.autograd` is the usual one, so tapes are played. Values stay on the device until they are
 read.
 """
 

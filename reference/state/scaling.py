@@ -13,7 +13,7 @@ import torch
 
 from reference.recipes.base import Recipe
 from reference.recipes.roles import BACKWARD_TENSORS, FORWARD_TENSORS
-from reference.state.applied_device import byte_after
+from reference.state.target_device import probe_target
 from reference.state.threads import Thread, here
 
 KEYS = ("scaling_fwd", "scaling_bwd")
@@ -102,7 +102,7 @@ class FP8TensorMeta:
 
     def apply(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Follow `nn.Module._apply`'s function to its device or into shared memory; dtypes stay fp32."""
-        like = byte_after(fn, self.scale.device)
+        like = probe_target(fn, self.scale.device)
         self.to(like.device)
         if like.device.type == "cpu" and like.is_shared():
             self.scale.share_memory_()

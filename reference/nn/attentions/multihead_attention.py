@@ -14,12 +14,12 @@ from reference.memory.recompute import current_run
 from reference.nn.attentions.apply_rotary import rotated
 from reference.nn.attentions.attention_lengths import with_longest
 from reference.nn.attentions.attention_options import NO_OPTIONS, Options, defaults_of
-from reference.nn.attentions.attention_prepared import is_block, run_block
-from reference.nn.attentions.core_attention import Mask
 from reference.nn.attentions.dot_product_attention import DotProductAttention
+from reference.nn.attentions.exact_attention import Mask
 from reference.nn.attentions.heads import Heads, SplitPlan, split_backward, split_forward
 from reference.nn.attentions.inference import InferenceParams
 from reference.nn.attentions.inference_step import ended
+from reference.nn.attentions.multihead_plan import is_block, run_block
 from reference.nn.attentions.packing import positions_of
 from reference.nn.core import checks
 from reference.nn.core.attributes import OfAttention
@@ -257,11 +257,11 @@ class MultiheadAttention(OfAttention, TensorGroup, ContextGroup, DeviceDefault, 
             given = (hidden_states, attention_mask, encoder_output, attn_mask_type, window_size)
             others = (bottom_right_diagonal, is_first_microbatch, checkpoint_core_attention)
             return ended(self, *given, *others, rotary_pos_emb=rotary_pos_emb, **options.arguments())
-        kind = self.attn_mask_type if attn_mask_type is None else attn_mask_type
+        mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
         window = self.window_size if window_size is None else window_size
         if self.qkv_format == "thd":
             options = options._replace(lengths=with_longest("MultiheadAttention", options.lengths))
-        arguments = (hidden_states, encoder_output, attention_mask, kind, window, rotary_pos_emb)
+        arguments = (hidden_states, encoder_output, attention_mask, mask_type, window, rotary_pos_emb)
         self.check("MultiheadAttention", *arguments, options=options)
         run = current_run()
         if run.state.enabled and not checks.has_run_in_fp8(self._modules["proj"]):
@@ -269,7 +269,15 @@ class MultiheadAttention(OfAttention, TensorGroup, ContextGroup, DeviceDefault, 
         returns_norm = self.return_layernorm_output and self.input_layernorm
         dtype = checks.activation_dtype(hidden_states)
         if is_block(self):
-            of_block = (hidden_states, attention_mask, kind, None, is_first_microbatch, encoder_output, rotary_pos_emb)
+            of_block = (
+                hidden_states,
+                attention_mask,
+                mask_type,
+                None,
+                is_first_microbatch,
+                encoder_output,
+                rotary_pos_emb,
+            )
             found = run_block(self, dtype, *of_block, checkpoint_core_attention, window, options, None, run)
             return self._results(found, hidden_states.shape, dtype)
         first = getattr(self, self._first_name)(hidden_states, is_first_microbatch)
@@ -281,7 +289,9 @@ class MultiheadAttention(OfAttention, TensorGroup, ContextGroup, DeviceDefault, 
             k, v = self._split(self.key_value(encoder_output, is_first_microbatch), 0)
         step, core = None, self.core_attention
         if inference_params is not None:
-            step = inference_params.step_of(core, MASK_TYPES[kind][0] != "none", core.core_plan(kind, window).window)
+            step = inference_params.step_of(
+                core, MASK_TYPES[mask_type][0] != "none", core.core_plan(mask_type, window).window
+            )
         q, k = self._normed(q, k, before_rope=True)
         if rotary_pos_emb is not None:
             both = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
@@ -291,7 +301,7 @@ class MultiheadAttention(OfAttention, TensorGroup, ContextGroup, DeviceDefault, 
                 places = positions_of(options.lengths, (q.shape[0], k.shape[0]))
             q, k = (rotated(t, freqs, *layout, one, step) for t, freqs, one in zip((q, k), both, places, strict=True))
         q, k = self._normed(q, k, before_rope=False)
-        shared: dict[str, Any] = {"attn_mask_type": kind, "checkpoint_core_attention": checkpoint_core_attention}
+        shared: dict[str, Any] = {"attn_mask_type": mask_type, "checkpoint_core_attention": checkpoint_core_attention}
         if window is not None:
             shared["window_size"] = window
         shared |= options.arguments()
@@ -315,7 +325,7 @@ class MultiheadAttention(OfAttention, TensorGroup, ContextGroup, DeviceDefault, 
         hidden_states: Any,
         encoder_output: Any,
         mask: Any,
-        kind: Any,
+        mask_type: Any,
         window: Any,
         angles: Any = None,
         names: checks.Names = checks.MASK_NAMES,
@@ -331,9 +341,11 @@ class MultiheadAttention(OfAttention, TensorGroup, ContextGroup, DeviceDefault, 
             raise ValueError(f"{layer}: attention_type={self.attention_type!r} takes {wanted}.")
         ours, plain = isinstance(core, DotProductAttention), True
         if ours:
-            checks.check_mask_type(layer, names[1], kind)
-            window = checks.window_of(layer, names, kind, core.window_size if window is None else window)
-            plain = not MASK_TYPES[kind][1] and core.attention_backend != "cudnn" and core.softmax_type == "vanilla"
+            checks.check_mask_type(layer, names[1], mask_type)
+            window = checks.window_of(layer, names, mask_type, core.window_size if window is None else window)
+            plain = (
+                not MASK_TYPES[mask_type][1] and core.attention_backend != "cudnn" and core.softmax_type == "vanilla"
+            )
         batch, sequence = self._batch, 1 - self._batch
         shape, device, dtype = hidden_states.shape, hidden_states.device, checks.activation_dtype(hidden_states)
         if ours:
@@ -343,7 +355,7 @@ class MultiheadAttention(OfAttention, TensorGroup, ContextGroup, DeviceDefault, 
             if not ours:
                 accepted = "a DotProductAttention is accepted"
                 raise TypeError(f"{layer}: inference_params with core_attention={core!r}; {accepted}.")
-            inference.check(layer, core, dtype, device, (shape[batch], shape[sequence]), mask, kind)
+            inference.check(layer, core, dtype, device, (shape[batch], shape[sequence]), mask, mask_type)
         elif (
             encoder_output is angles is None
             and options is NO_OPTIONS
@@ -365,7 +377,7 @@ class MultiheadAttention(OfAttention, TensorGroup, ContextGroup, DeviceDefault, 
             checks.check_angles(layer, angles, lengths, self.channels, device)
         if ours:
             full = (count, self.num_attention_heads, *lengths)
-            options.check(layer, names, core, kind, window, mask, full, tokens, dtype, device)
+            options.check(layer, names, core, mask_type, window, mask, full, tokens, dtype, device)
 
     def _split(self, mixed: torch.Tensor, queries: int) -> tuple[torch.Tensor, ...]:
         """Split `[.., .., features]` into q (if `queries` per group > 0), k and v, each `[.., .., heads, channels]`."""

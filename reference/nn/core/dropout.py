@@ -23,7 +23,7 @@ from reference.numbers import philox
 from reference.ops.library import twin
 from reference.ops.random.dropout import state_or_none
 from reference.state import graph_seeds
-from reference.state.applied_device import byte_after
+from reference.state.target_device import probe_target
 from reference.state.threads import here
 from reference.support.nested import Tensors
 from reference.support.transforms import Unscripted
@@ -55,7 +55,7 @@ class Generator(torch.nn.Module):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Follow the module's device; a state that leaves the meta device draws a seed."""
         super()._apply(fn, recurse)
-        device = byte_after(fn, self.state.device).device
+        device = probe_target(fn, self.state.device).device
         if device != self.state.device:
             with torch.inference_mode(False):
                 state = philox.new_state(device) if self.state.is_meta else self.state.to(device)

@@ -21,7 +21,7 @@ from reference.nn.core.parameters import DeviceDefault, parameter_dtype
 from reference.ops.library import twin
 from reference.recipes.quantized import as_dtype, rows_of
 from reference.recipes.quantizer import NormPlan
-from reference.state.applied_device import byte_after
+from reference.state.target_device import probe_target
 from reference.support.nested import Tensors
 
 KINDS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
@@ -260,7 +260,7 @@ class L2Normalization(DeviceDefault, torch.nn.Module):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Follow the module's device."""
         super()._apply(fn, recurse)
-        self._put(byte_after(fn, self.scale.device).device)
+        self._put(probe_target(fn, self.scale.device).device)
         return self
 
     def norm(self) -> NormPlan:

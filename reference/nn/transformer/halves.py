@@ -3,11 +3,11 @@
     h = r + dropout(attention(norm(x))·wᵀ + b)        y = r + dropout(act(norm(h)·w1ᵀ + b1)·w2ᵀ + b2)
 
 r is x (or h), or with `apply_residual_connection_post_layernorm` its norm. The first half is in
-`reference.nn.attentions.attention_block`, the second here. `TransformerLayer`, which checks all arguments first, runs
+`reference.nn.attentions.multihead_pair`, the second here. `TransformerLayer`, which checks all arguments first, runs
 the modules one by one instead where a part is observed or replaced (`uses_default_forward`).
 
 In fp32 attention is PyTorch's own, outside the bit contract and differentiated by PyTorch. So the first half is two
-pairs of functions there, before attention and after it (`reference.nn.attentions.attention_around`), and parallel
+pairs of functions there, before attention and after it (`reference.nn.attentions.multihead_around_torch`), and parallel
 halves are two modules and a sum. So it is with cuDNN's attention where its heads are grouped or it is recomputed.
 
 A small layer runs both halves as one pair (`is_small`). That halves the host's calls, which such a layer waits for, but
@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 import torch
 
 from reference.memory.recompute import Run
-from reference.nn.attentions import attention_block
-from reference.nn.attentions.attention_block import whole
+from reference.nn.attentions import multihead_pair
 from reference.nn.attentions.attention_options import Options
-from reference.nn.attentions.attention_prepared import Dropout, is_block, prepared, run_block, uses_default_forward
-from reference.nn.attentions.attention_reads import NO_READS, Reads
 from reference.nn.attentions.multihead_attention import MultiheadAttention
+from reference.nn.attentions.multihead_pair import whole
+from reference.nn.attentions.multihead_plan import Dropout, is_block, prepared, run_block, uses_default_forward
+from reference.nn.attentions.no_grad_inputs import NO_INPUTS, NoGradInputs
 from reference.nn.core.autograd import differentiable, wanted
 from reference.nn.core.compiled import before
 from reference.nn.core.context import BlockContext
@@ -70,7 +70,7 @@ def mlp_forward(
 ) -> tuple[torch.Tensor, MLPSaved]:
     """y `[..., hidden]` of h `[..., hidden]`."""
     (mlp,), (state,), rows = context.modules, context.random, rows_of(h)
-    dropped, kept = before(state), Reads.of(context.reads).mlp_kept
+    dropped, kept = before(state), NoGradInputs.of(context.reads).mlp_kept
     tensors = (rows, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight)
     a, w2, normed, saved = layernorm_mlp.hidden_forward(plan.mlp, mlp, *tensors)
     residual = normed if plan.mlp.returns_norm else rows
@@ -81,7 +81,7 @@ def mlp_forward(
 
 def mlp_backward(plan: MLPPlan, context: BlockContext, saved: MLPSaved, grad: torch.Tensor) -> Tensors:
     grad = rows_of(grad)
-    kept = Reads.of(context.reads).mlp_kept
+    kept = NoGradInputs.of(context.reads).mlp_kept
     inner = before_dropped(grad, plan.p, saved.dropped, kept)
     # If the residual is the norm's output, its gradient is added to that of the norm's output.
     norm_grad = (grad,) if plan.mlp.returns_norm else ()
@@ -96,14 +96,14 @@ class LayerPlan(NamedTuple):
     """Which gradients are wanted, and both halves' plans."""
 
     needs: tuple[bool, ...]
-    attention: attention_block.Plan
+    attention: multihead_pair.Plan
     mlp: MLPPlan
 
 
 class LayerSaved(NamedTuple):
     """What backward reads of both halves."""
 
-    attention: attention_block.Saved
+    attention: multihead_pair.Saved
     mlp: MLPSaved
 
 
@@ -121,7 +121,7 @@ def layer_forward(
     first, second = _halves(context)
     own: Any = weights
     count = len(plan.attention.needs) - 1  # without x
-    h, of_attention = attention_block.forward(plan.attention, first, x, *own[:count])
+    h, of_attention = multihead_pair.forward(plan.attention, first, x, *own[:count])
     y, of_mlp = mlp_forward(plan.mlp, second, h, *own[count:])
     return y, LayerSaved(of_attention, of_mlp)
 
@@ -131,14 +131,14 @@ def layer_backward(plan: LayerPlan, context: BlockContext, saved: LayerSaved, gr
     dh, *mlp_grads = mlp_backward(plan.mlp, second, saved.mlp, grad)
     if dh is None:
         return (*[None] * len(plan.attention.needs), *mlp_grads)
-    return (*attention_block.backward(plan.attention, first, saved.attention, dh), *mlp_grads)
+    return (*multihead_pair.backward(plan.attention, first, saved.attention, dh), *mlp_grads)
 
 
 class BothPlan(NamedTuple):
     """Which gradients are wanted, the plans of both halves, which have no residual, and dropout's probability."""
 
     needs: tuple[bool, ...]
-    attention: attention_block.Plan
+    attention: multihead_pair.Plan
     mlp: MLPPlan
     p: float
 
@@ -146,7 +146,7 @@ class BothPlan(NamedTuple):
 class BothSaved(NamedTuple):
     """What backward reads of both halves, and the random state from before the dropout after them."""
 
-    attention: attention_block.Saved
+    attention: multihead_pair.Saved
     mlp: layernorm_mlp.Saved
     dropped: torch.Tensor | None
 
@@ -162,11 +162,11 @@ def both_forward(
 ) -> tuple[torch.Tensor, BothSaved]:
     """y of two halves that read x: T( x + dropout( T( attention + mlp ) ) )."""
     first, second = _halves(context)
-    state, kept, rows = second.random[0], Reads.of(context.reads).kept, rows_of(x)
+    state, kept, rows = second.random[0], NoGradInputs.of(context.reads).kept, rows_of(x)
     dropped = before(state)
     own: Any = weights
     count = len(plan.attention.needs) - 1  # without x
-    h, saved_attention = attention_block.forward(plan.attention, _undropped(first), x, *own[:count])
+    h, saved_attention = multihead_pair.forward(plan.attention, _undropped(first), x, *own[:count])
     y, saved_mlp = layernorm_mlp.forward(plan.mlp.mlp, second.modules[0], rows, *own[count:])
     both = twin.bias_dropout_add(y, None, rows_of(h), 0.0, state_or_none(None, rows))
     out = twin.bias_dropout_add(both, None, rows, plan.p, state_or_none(state, rows), kept)
@@ -176,10 +176,10 @@ def both_forward(
 def both_backward(plan: BothPlan, context: BlockContext, saved: BothSaved, grad: torch.Tensor) -> Tensors:
     first, second = _halves(context)
     shape, grad = grad.shape, rows_of(grad)
-    kept = Reads.of(context.reads).kept
+    kept = NoGradInputs.of(context.reads).kept
     inner = before_dropped(grad, plan.p, saved.dropped, kept)
     dx_mlp, *mlp_grads = layernorm_mlp.backward(plan.mlp.mlp, second.modules[0], saved.mlp, inner)
-    dx, *grads = attention_block.backward(plan.attention, _undropped(first), saved.attention, whole(inner, shape))
+    dx, *grads = multihead_pair.backward(plan.attention, _undropped(first), saved.attention, whole(inner, shape))
     if dx is not None and dx_mlp is not None:
         dx = twin.bias_dropout_add(rows_of(dx), None, dx_mlp, 0.0, state_or_none(None, dx_mlp))
         dx = whole(twin.bias_dropout_add(dx, None, grad, 0.0, state_or_none(None, grad)), shape)
@@ -231,7 +231,7 @@ def prepared_mlp(
     needs = needs if trains is None else (trains, *needs[1:])
     p, generator = dropout
     state = generator.take() if p > 0 else None
-    reads: Any = () if drop_path is None else NO_READS._replace(mlp_kept=drop_path.kept(h.shape[0], h.device))
+    reads: Any = () if drop_path is None else NO_INPUTS._replace(mlp_kept=drop_path.kept(h.shape[0], h.device))
     plan = MLPPlan(needs, mlp_plan(mlp, context, h.dtype, needs), h.shape, p)
     return plan, BlockContext((context,), (state,), reads), tensors
 
@@ -271,7 +271,7 @@ def run_layer(
     second, of_mlp, (_, *weights) = prepared_mlp(mlp, x, dropout, is_first, drop_path, run, any(plan.needs))
     reads: Any = context.reads
     if of_mlp.reads:
-        reads = Reads.of(reads)._replace(mlp_kept=Reads.of(of_mlp.reads).mlp_kept)
+        reads = NoGradInputs.of(reads)._replace(mlp_kept=NoGradInputs.of(of_mlp.reads).mlp_kept)
     both = BlockContext(context.modules + of_mlp.modules, context.random + of_mlp.random, reads)
     whole_plan = LayerPlan((*plan.needs, *second.needs[1:]), plan, second)
     return differentiable(layer_forward, layer_backward, whole_plan, both, *tensors, *weights)

@@ -22,12 +22,12 @@ from typing import Any
 import torch
 
 from reference.memory.recompute import Run, current_run
-from reference.nn.attentions.attention_around import by_torch
 from reference.nn.attentions.attention_lengths import with_longest
 from reference.nn.attentions.attention_options import NO_OPTIONS, Options, defaults_of
-from reference.nn.attentions.core_attention import Mask
+from reference.nn.attentions.exact_attention import Mask
 from reference.nn.attentions.inference import InferenceParams
 from reference.nn.attentions.inference_step import ended
+from reference.nn.attentions.multihead_around_torch import by_torch
 from reference.nn.attentions.multihead_attention import MultiheadAttention
 from reference.nn.core import checks
 from reference.nn.core.attributes import OfTransformerLayer

@@ -140,6 +140,6 @@ def without_lengths(shape: tuple[int, int, int, int], options: Options) -> Optio
     lengths = (options.q_lengths, options.kv_lengths)
     if options.slopes is not None and options.mask_type != "causal":
         options = options._replace(bias=alibi_by_lengths(options.slopes, shape, *lengths), slopes=None)
-    kind, left, right, hidden = hidden_by_lengths(options.mask_type, options.left, options.right, shape, *lengths)
+    mask_type, left, right, hidden = hidden_by_lengths(options.mask_type, options.left, options.right, shape, *lengths)
     mask = hidden if options.mask is None else hidden | options.mask
-    return options._replace(mask_type=kind, left=left, right=right, mask=mask, q_lengths=None, kv_lengths=None)
+    return options._replace(mask_type=mask_type, left=left, right=right, mask=mask, q_lengths=None, kv_lengths=None)

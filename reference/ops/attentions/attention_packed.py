@@ -13,7 +13,7 @@ padded call, `[b, h, longest_q]` and so on, and dropout its random bits.
 
 Nothing is gathered on a GPU. A kernel's copies begin at a sequence's first row; they may bring rows of the next
 sequence, which the kernels treat as they treat padding: NaN and infinities in it do not matter. Heads of more than 128
-channels are refused, since their kernels know no lengths. `reference.nn.attentions.core_pair` gathers those.
+channels are refused, since their kernels know no lengths. `reference.nn.attentions.dot_product_pair` gathers those.
 
 On a GPU, where nothing waits to look at them, a start or a length outside of its range counts as the nearest number
 inside.

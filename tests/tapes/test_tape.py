@@ -15,12 +15,12 @@ from shared.driver_stub import STREAM, Cuda, arguments
 
 from optimized.cuda import launch
 from optimized.tapes import launches
-from optimized.tapes.launches import Copy, Launches
+from optimized.tapes.tape import Copy, Tape
 
 
 def test_recorded_launches_keep_their_own_arguments(cuda: Cuda) -> None:
     kernel, struct = launch.function("f", "one"), np.array([41, 42], np.int32)
-    outer, inner = Launches(), Launches()
+    outer, inner = Tape(), Tape()
     with launch.recording(outer):
         launch.launch(kernel, (3,), (32,), [np.int32(1), launch.by_value(struct)], 16, device=0)
         with launch.recording(inner):
@@ -87,7 +87,7 @@ def capture(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> Cuda:
 
 
 def test_the_third_time_they_become_a_graph(capture: Cuda) -> None:
-    tape = Launches()
+    tape = Tape()
     for _ in range(3):
         tape.append(Entry(capture))
     for _ in range(2):
@@ -131,7 +131,7 @@ def test_the_third_time_they_become_a_graph(capture: Cuda) -> None:
 
 
 def test_what_never_becomes_a_graph(capture: Cuda) -> None:
-    two, foreign = Launches(), Launches()
+    two, foreign = Tape(), Tape()
     for _ in range(2):
         two.append(Entry(capture))
     for capturable in (True, False, True):
@@ -140,7 +140,7 @@ def test_what_never_becomes_a_graph(capture: Cuda) -> None:
         two.play(0)
         foreign.play(0)
     capture.capturing = True
-    captured = Launches()
+    captured = Tape()
     for _ in range(3):
         captured.append(Entry(capture))
     for _ in range(6):
@@ -153,7 +153,7 @@ def test_what_never_becomes_a_graph(capture: Cuda) -> None:
 
 
 def test_launches_on_another_device(capture: Cuda) -> None:
-    tape = Launches()
+    tape = Tape()
     for _ in range(5):
         tape.append(Entry(capture))
     for _ in range(3):
@@ -171,7 +171,7 @@ def test_a_capture_that_fails_ends(capture: Cuda) -> None:
             if stream == 0xCA9:
                 raise RuntimeError("no")
 
-    tape = Launches()
+    tape = Tape()
     for _ in range(3):
         tape.append(Fails(capture))
     tape.play(0)
