@@ -7,8 +7,8 @@ r is x (or h), or with `apply_residual_connection_post_layernorm` its norm. The 
 the modules one by one instead where a part is observed or replaced (`uses_default_forward`).
 
 In fp32 attention is PyTorch's own, outside the bit contract and differentiated by PyTorch. So the first half is two
-pairs of functions there, before attention and after it (`reference.nn.attentions.multihead_around_torch`), and parallel
-halves are two modules and a sum. So it is with cuDNN's attention where its heads are grouped or it is recomputed.
+pairs of functions there, before attention and after it (`reference.nn.attentions.multihead_around_torch`). So it is
+with cuDNN's attention where its heads are grouped or it is recomputed. Parallel halves: `parallel_halves.py`.
 
 A small layer runs both halves as one pair (`is_small`). That halves the host's calls, which such a layer waits for, but
 what the first half saves then lives until the second is through.
@@ -32,8 +32,6 @@ from reference.nn.core.dropout import DropPath, before_dropped
 from reference.nn.core.parameters import named
 from reference.nn.layers import layernorm_mlp
 from reference.nn.layers.layernorm_mlp import LayerNormMLP, mlp_plan
-from reference.ops.library import twin
-from reference.ops.random.dropout import state_or_none
 from reference.recipes import quantized
 from reference.recipes.quantized import fprop_residual, rows_of
 from reference.support.nested import Tensors
@@ -107,7 +105,8 @@ class LayerSaved(NamedTuple):
     mlp: MLPSaved
 
 
-def _halves(context: BlockContext) -> tuple[BlockContext, BlockContext]:
+def of_halves(context: BlockContext) -> tuple[BlockContext, BlockContext]:
+    """The contexts of attention and of the MLP."""
     modules, random = context.modules, context.random
     (*of_attention, mlp), (*of_both, of_mlp) = modules, random
     first = BlockContext(tuple(of_attention), tuple(of_both), context.reads)
@@ -118,7 +117,7 @@ def layer_forward(
     plan: LayerPlan, context: BlockContext, x: torch.Tensor, *weights: torch.Tensor | None
 ) -> tuple[torch.Tensor, LayerSaved]:
     """y `[..., hidden]` of x `[..., hidden]`; `weights` are the first half's, then the second's."""
-    first, second = _halves(context)
+    first, second = of_halves(context)
     own: Any = weights
     count = len(plan.attention.needs) - 1  # without x
     h, of_attention = multihead_pair.forward(plan.attention, first, x, *own[:count])
@@ -127,63 +126,11 @@ def layer_forward(
 
 
 def layer_backward(plan: LayerPlan, context: BlockContext, saved: LayerSaved, grad: torch.Tensor) -> Tensors:
-    first, second = _halves(context)
+    first, second = of_halves(context)
     dh, *mlp_grads = mlp_backward(plan.mlp, second, saved.mlp, grad)
     if dh is None:
         return (*[None] * len(plan.attention.needs), *mlp_grads)
     return (*multihead_pair.backward(plan.attention, first, saved.attention, dh), *mlp_grads)
-
-
-class BothPlan(NamedTuple):
-    """Which gradients are wanted, the plans of both halves, which have no residual, and dropout's probability."""
-
-    needs: tuple[bool, ...]
-    attention: multihead_pair.Plan
-    mlp: MLPPlan
-    p: float
-
-
-class BothSaved(NamedTuple):
-    """What backward reads of both halves, and the random state from before the dropout after them."""
-
-    attention: multihead_pair.Saved
-    mlp: layernorm_mlp.Saved
-    dropped: torch.Tensor | None
-
-
-def _undropped(context: BlockContext) -> BlockContext:
-    """The context of parallel attention: what stochastic depth drops is the sum of both halves."""
-    reads: Any = context.reads
-    return context._replace(reads=reads._replace(kept=None)) if reads else context
-
-
-def both_forward(
-    plan: BothPlan, context: BlockContext, x: torch.Tensor, *weights: torch.Tensor | None
-) -> tuple[torch.Tensor, BothSaved]:
-    """y of two halves that read x: T( x + dropout( T( attention + mlp ) ) )."""
-    first, second = _halves(context)
-    state, kept, rows = second.random[0], NoGradInputs.of(context.reads).kept, rows_of(x)
-    dropped = before(state)
-    own: Any = weights
-    count = len(plan.attention.needs) - 1  # without x
-    h, saved_attention = multihead_pair.forward(plan.attention, _undropped(first), x, *own[:count])
-    y, saved_mlp = layernorm_mlp.forward(plan.mlp.mlp, second.modules[0], rows, *own[count:])
-    both = twin.bias_dropout_add(y, None, rows_of(h), 0.0, state_or_none(None, rows))
-    out = twin.bias_dropout_add(both, None, rows, plan.p, state_or_none(state, rows), kept)
-    return whole(out, x.shape), BothSaved(saved_attention, saved_mlp, dropped)
-
-
-def both_backward(plan: BothPlan, context: BlockContext, saved: BothSaved, grad: torch.Tensor) -> Tensors:
-    first, second = _halves(context)
-    shape, grad = grad.shape, rows_of(grad)
-    kept = NoGradInputs.of(context.reads).kept
-    inner = before_dropped(grad, plan.p, saved.dropped, kept)
-    dx_mlp, *mlp_grads = layernorm_mlp.backward(plan.mlp.mlp, second.modules[0], saved.mlp, inner)
-    dx, *grads = multihead_pair.backward(plan.attention, _undropped(first), saved.attention, whole(inner, shape))
-    if dx is not None and dx_mlp is not None:
-        dx = twin.bias_dropout_add(rows_of(dx), None, dx_mlp, 0.0, state_or_none(None, dx_mlp))
-        dx = whole(twin.bias_dropout_add(dx, None, grad, 0.0, state_or_none(None, grad)), shape)
-    return dx, *grads, *mlp_grads
 
 
 def is_mlp_block(mlp: Any, residual_is_norm: bool) -> bool:
@@ -275,30 +222,6 @@ def run_layer(
     both = BlockContext(context.modules + of_mlp.modules, context.random + of_mlp.random, reads)
     whole_plan = LayerPlan((*plan.needs, *second.needs[1:]), plan, second)
     return differentiable(layer_forward, layer_backward, whole_plan, both, *tensors, *weights)
-
-
-def run_both(
-    module: Any,
-    mlp: Any,
-    x: torch.Tensor,
-    mask: Any,
-    mask_type: str,
-    dropout: Dropout,
-    is_first: bool | None,
-    angles: Any,
-    recomputes: bool,
-    window: Any,
-    options: Options,
-    drop_path: DropPath | None,
-    run: Run,
-) -> torch.Tensor:
-    """y of parallel halves."""
-    given = (x, mask, mask_type, None, is_first, None, angles, recomputes, window, options, drop_path, run)
-    plan, context, tensors = prepared(module, x.dtype, *given)
-    second, of_mlp, (_, *weights) = prepared_mlp(mlp, x, dropout, is_first, None, run)
-    both = BlockContext(context.modules + of_mlp.modules, context.random + of_mlp.random, context.reads)
-    whole_plan = BothPlan((*plan.needs, *second.needs[1:]), plan, second, dropout[0])
-    return differentiable(both_forward, both_backward, whole_plan, both, *tensors, *weights)
 
 
 def run_module(

@@ -37,7 +37,7 @@ from reference.nn.core.one_rank import ContextGroup, TensorGroup
 from reference.nn.core.parameters import DeviceDefault, InitMethod
 from reference.nn.layers.layernorm import LayerNorm, RMSNorm
 from reference.nn.layers.layernorm_mlp import LayerNormMLP
-from reference.nn.transformer import halves
+from reference.nn.transformer import halves, parallel_halves
 from reference.nn.transformer.transformer_layer_checks import check_construction, check_forward
 from reference.recipes.quantized import as_dtype
 
@@ -358,14 +358,10 @@ class TransformerLayer(OfTransformerLayer, TensorGroup, ContextGroup, DeviceDefa
         """x + dropout(attention(norm(x)) + mlp(norm(x)))."""
         more = (angles, recomputes, window, options)
         attention, mlp = self.self_attention, self.layernorm_mlp
-        if (
-            halves.is_attention_block(attention, False)
-            and halves.is_mlp_block(mlp, False)
-            and not by_torch(attention, x.dtype, recomputes)
-        ):
+        if halves.is_attention_block(attention, False) and halves.is_mlp_block(mlp, False):
             drop_path = self.drop_path if self.training else None
             first = (mask, mask_type, dropout, is_first_microbatch)
-            return halves.run_both(attention, mlp, x, *first, *more, drop_path, run)
+            return parallel_halves.run_parallel(attention, mlp, x, *first, *more, drop_path, run)
         read = rounded_gradient(x)
         both = halves.run_module(attention, read, mask, mask_type, is_first_microbatch, None, *more) + mlp(
             read, is_first_microbatch

@@ -263,6 +263,58 @@ def test_around_torchs_attention_is_the_block(layer: str, recipe: str) -> None:
     assert len(pairs) == {"layer": 3, "decoder": 5, "self": 2, "cross": 2}[layer]
 
 
+AROUND: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "fp8": {"recipe": "delayed"},
+    "stochastic depth": {"recipe": "delayed", "depth": 0.3},
+    "a bias": {"bias": "post_scale_bias", "groups": 2},
+    "packed": {"mask": "padding_causal", "lengths": True, "layout": "thd", "recipe": "delayed"},
+    "lengths, recomputed": {"mask": "padding_causal", "lengths": True, "layout": "bshd", "recomputes": True},
+    "qk-norm": {"qk_norm": "LayerNorm", "bias_of_linear": False, "fused": False},
+    "evaluated": {"training": False, "rotary": True},
+}
+
+
+@pytest.mark.parametrize("option", AROUND)
+def test_parallel_halves_around_torchs_attention_are_their_modules(option: str, same_bits) -> None:
+    """In fp32: a pair before attention, with the MLP in it, and one after it."""
+    case = {**PLAIN, "layer": "layer", "parallel": True, "dtype": torch.float32, "recipe": "16 bits", **AROUND[option]}
+    for a, b in zip(run(case), run(case, hooked=True), strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            same_bits(a, b)
+    module, extra = module_of(case), {}
+    if case["bias"] == "post_scale_bias":
+        extra["core_attention_bias"] = numbers(3, 1, 4, S, S)
+    x = numbers(1, *{"thd": (40, 64), "sbhd": (S, B, 64), "bshd": (B, S, 64)}[case["layout"]]).requires_grad_()
+    with te.autocast(enabled=case["recipe"] != "16 bits", recipe=RECIPES[case["recipe"]]):
+        out = module(x, **arguments_of(case), **extra)
+    moved = 4 if case["layout"] == "thd" else 0  # q, k, v and the result of packed sequences
+    assert nodes(out).count("_PairBackward") == 2 + moved
+
+
+@pytest.mark.parametrize("trained", ["self_attention", "layernorm_mlp", "self_attention.proj", "input"])
+def test_parallel_halves_of_which_a_part_is_trained(trained: str, same_bits) -> None:
+    """In fp32; gradients of all others are none, and no graph leads into attention that nobody asks for."""
+    case = {**PLAIN, "layer": "layer", "parallel": True, "dtype": torch.float32, "dropout": 0.0}
+    found = []
+    for hooked in (False, True):
+        module, x = module_of(case), numbers(1, S, B, 64).requires_grad_(trained == "input")
+        for name, p in module.named_parameters():
+            p.requires_grad_(name.startswith(trained))
+        for one in module.modules() if hooked else ():
+            one.register_forward_hook(lambda *_: None)
+        with te.autocast(recipe=RECIPES["delayed"]):
+            out = module(x)
+        assert ("PermuteBackward0" in nodes(out)) == (trained in ("self_attention", "input"))
+        out.backward(numbers(4, S, B, 64))
+        found.append([out.detach(), x.grad, *(p.grad for p in module.parameters())])
+    for a, b in zip(*found, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            same_bits(a, b)
+
+
 @pytest.mark.parametrize("parallel", [False, True])
 @pytest.mark.parametrize(("groups", "recomputes"), [(2, False), (4, True)])
 def test_around_cudnns_attention_is_the_block(
