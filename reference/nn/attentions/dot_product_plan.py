@@ -13,7 +13,6 @@ from reference.nn.attentions.no_grad_inputs import NO_INPUTS, NoGradInputs
 from reference.nn.attentions.packing import maps_of
 from reference.nn.core.checks import Shape
 from reference.nn.core.context import ModuleContext
-from reference.ops.attentions.attention_packed import MOST_CHANNELS
 
 
 class Call(NamedTuple):
@@ -72,8 +71,7 @@ def call_of(
     reads = NoGradInputs(mask, slopes, *of_entries)
     if tokens is None:
         return Call(core, reads, added)
-    channels = max(module.hidden_size_per_attention_head_k, module.hidden_size_per_attention_head_v)
-    if by_mask or channels > MOST_CHANNELS:
+    if by_mask:
         return Call(core, reads.with_maps(*maps_of(lengths, tokens)), added)
     starts = dict(zip(("q_starts", "kv_starts"), lengths.starts(), strict=True))
     return Call(core, reads._replace(**starts), added, (lengths.max_q, lengths.max_kv))
