@@ -1,7 +1,7 @@
 """Attention of q, k and v in their layout: the pair of functions of `DotProductAttention`, and a part of the block's.
 
     q, k, v  [s, b, h, d] or [b, s, h, d]    of heads `[b, h, s, d]`, as views
-             [t, h, d] (packed sequences)    as they lie, or gathered into [b, s, h, d] and out gathered back
+             [t, h, d] (packed sequences)    as they lie; in FP8 gathered into [b, s, h, d], and out gathered back
     out      the same layout with v's d      by one of three:
 
     exact    `twin::attention`, with a mask, a bias, ALiBi, sinks, lengths, a cache (`exact_attention.py`)

@@ -4,6 +4,9 @@
 and PyTorch's own read sequences `[b, s, h, d]` that lie at equal distances. For these, packed ones are gathered: a
 place after a sequence's end has zeros, and so has a token that is in no sequence. A gradient goes the other way; each
 number has one place at most.
+
+In FP8 this is more than a matter of the kernel: q, k and v are cast there, and the amaxes of delayed scales are those
+of the sequences' tokens alone. A cast of tokens where they lie would see those that are in none.
 """
 
 from typing import NamedTuple
