@@ -6,9 +6,9 @@
     GEMMs               `reference.ops.gemms.gemm_fp8_blocks`: chains of K = 128, each multiplied by its two scales
 
 There is no state between steps. The results of norms and activations are rounded to the activation dtype before they
-are cast, as under current scaling; an activation and its gradient are in no memory then
-(`reference.ops.activations.activation_cast_blocks`), nor are the gradients of q, k and v side by side. A token's scales
-are of that token alone, so its words do not depend on the batch.
+are cast, as under current scaling. Where a backward follows, a norm's result (`reference.ops.norms.norm_cast_blocks`),
+an activation and its gradient (`reference.ops.activations.activation_cast_blocks`) are in no memory then, nor are the
+gradients of q, k and v side by side. A token's scales are of that token alone, so its words do not depend on the batch.
 
 Names, defaults and meaning are Transformer Engine's (`transformer_engine.common.recipe.Float8BlockScaling`).
 """
@@ -34,7 +34,7 @@ from reference.recipes.quantized import (
     dgrad,
     fprop,
 )
-from reference.recipes.quantizer import ActivationPlan, Produced, Quantizer
+from reference.recipes.quantizer import ActivationPlan, NormPlan, Produced, Quantizer
 from reference.recipes.roles import Role
 
 ROWS = "blocks of 1 × 128"
@@ -135,6 +135,20 @@ class InBlocks(Quantizer):
             q, scale_inv = twin.cast_blocks(x, *how)
             return Quantized(Operand(q, scale_inv, layout), None)
         return _both(twin.cast_blocks_transpose(x, *how), layout)
+
+    def norm(
+        self,
+        x: torch.Tensor,
+        gamma: torch.Tensor,
+        beta: torch.Tensor | None,
+        plan: NormPlan,
+        dtype: torch.dtype,
+        transpose: bool,
+    ) -> tuple[Quantized, torch.Tensor, torch.Tensor]:
+        if self.square or not transpose or x.dtype != dtype:
+            return super().norm(x, gamma, beta, plan, dtype, transpose)
+        *cast, mean, rstd = twin.norm_cast_blocks_transpose(x, gamma, beta, *plan, self.dtype, self.dialect, 0.0)
+        return _both(cast), mean, rstd
 
     def activation(
         self, x: Quantized, w: Quantized, bias: torch.Tensor | None, plan: ActivationPlan, transpose: bool
