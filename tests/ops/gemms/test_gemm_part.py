@@ -130,7 +130,7 @@ def test_what_is_refused():
     a, b = matrices(0, 4, 16, 128, (E4M3, E4M3), False)
     with pytest.raises(ValueError, match=r"accumulator is torch.float32 \(4, 8\), .*contiguous float32 \(4, 16\)"):
         twin.gemm_fp8_part(a, b, torch.zeros(4, 8), "fast")
-    with pytest.raises(ValueError, match="accumulator is torch.bfloat16"):
+    with pytest.raises(ValueError, match=r"accumulator is torch\.bfloat16"):
         twin.gemm_part(a.to(BF16), b.to(BF16), torch.zeros(4, 16, dtype=BF16))
     with pytest.raises(ValueError, match="one of a_scale_inv and b_scale_inv is None"):
         twin.gemm_end(torch.zeros(4, 16), torch.ones(1), None, None, BF16)
