@@ -1,0 +1,93 @@
+"""Layers that ranks share have the words of one process: outputs, gradients, weights and scales after three steps."""
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from shared.tensor_ranks import BF16, RECIPES, compare, in_one, numbers, on_ranks, part
+
+import reference as te
+
+SEQUENCE, BATCH, IN, OUT = 12, 3, 512, 512
+
+
+def linear(
+    group: Any, count: int, rank: int, recipe: str, mode: str, sequence: bool, bias: bool, split: bool
+) -> dict[str, torch.Tensor]:
+    """Three steps with SGD."""
+    torch.manual_seed(5)
+    more: dict[str, Any] = {"parameters_split": {"a_": OUT // 2, "b_": OUT // 2}} if split else {}
+    layer = te.Linear(
+        IN, OUT, bias=bias, params_dtype=BF16, tp_group=group, parallel_mode=mode, sequence_parallel=sequence, **more
+    )
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.25)
+    found: dict[str, torch.Tensor] = {}
+    for step in range(3):
+        x = numbers(step, SEQUENCE, BATCH, IN)
+        g = numbers(100 + step, SEQUENCE, BATCH, OUT, scale=2.0**-7)
+        x_dim, g_dim = (0 if sequence else None, 2) if mode == "column" else (2, 0 if sequence else None)
+        x, g = part(x, x_dim, rank, count), part(g, g_dim, rank, count, 2 if split and g_dim == 2 else 1)
+        x.requires_grad_()
+        with te.autocast(enabled=RECIPES[recipe] is not None, recipe=RECIPES[recipe]):
+            y = layer(x)
+        y.backward(g)
+        found |= {f"{step}.y": y.detach(), f"{step}.dx": x.grad}
+        found |= {f"{step}.{name}.grad": p.grad.clone() for name, p in layer.named_parameters()}  # type: ignore[union-attr]
+        optimizer.step()
+        optimizer.zero_grad()
+    found |= {name: p.detach() for name, p in layer.named_parameters()}
+    if recipe == "delayed":
+        for key in ("scaling_fwd", "scaling_bwd"):
+            meta = layer.fp8_meta[key]
+            found |= {f"{key}.scale": meta.scale, f"{key}.history": meta.amax_history}
+    return found
+
+
+def dims(case: tuple[Any, ...], name: str) -> Any:
+    """The dimension along which ranks have parts of a tensor."""
+    _, mode, sequence, _, split = case
+    row = mode == "row"
+    if name.endswith(".y"):
+        return (0 if sequence else None) if row else (2, 2 if split else 1)
+    if name.endswith(".dx"):
+        return 2 if row else 0 if sequence else None
+    if "scaling" in name:
+        return None
+    if "bias" in name:
+        return None if row else 0
+    return 1 if row else 0
+
+
+CASES = {
+    f"{recipe} {mode}{' sequence' * sequence}{' bias' * bias}{' split' * split}": (recipe, mode, sequence, bias, split)
+    for recipe, (mode, sequence, bias, split) in itertools.product(
+        RECIPES,
+        [
+            *itertools.product(("column", "row"), (False, True), (False, True), (False,)),
+            ("column", True, True, True),
+            ("column", False, False, True),
+            ("row", True, False, True),
+        ],
+    )
+}
+FAST = {name: case for name, case in CASES.items() if case[2] is case[3]}
+
+
+def compare_cases(count: int, folder: Path, cases: dict[str, tuple[Any, ...]]) -> None:
+    whole, found = in_one(linear, cases), on_ranks(count, folder, linear, cases)
+    for name, case in cases.items():
+        compare(name, whole[name], [one[name] for one in found], lambda tensor, case=case: dims(case, tensor))
+
+
+def test_a_linear_layer_that_two_ranks_share(tmp_path: Path) -> None:
+    compare_cases(2, tmp_path, FAST)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_linear_layer_in_every_form(count: int, tmp_path: Path) -> None:
+    # A rank of four has 64 rows of each half of a split weight: no multiple of a chain of split accumulation.
+    cases = {name: case for name, case in CASES.items() if count == 2 or case[0] == "bf16" or not case[4]}
+    compare_cases(count, tmp_path, cases)
