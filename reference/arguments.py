@@ -49,8 +49,7 @@ _OFF: list[tuple[tuple[Any, ...], str]] = [
     ((True, False), "TransformerLayer.ub_overlap_rs_dgrad TransformerLayer.ub_bulk_wgrad"),
     ((True,), "fast_zero_fill materialize_master_grads"),
     ((0,), "sm_margin cp_rank"),
-    ((1,), "cp_size DotProductAttention.tp_size LayerNormMLP.tp_size MultiheadAttention.tp_size"),
-    ((1,), "LayerNormLinear.tp_size TransformerLayer.tp_size"),
+    ((1,), "cp_size DotProductAttention.tp_size"),
     ((1, None), "num_splits"),
     ((0.0, None), "softcap"),
     (("auto",), "thd_attention_policy_dispatch"),
@@ -195,7 +194,8 @@ _CLAMP = Rule(
 _STREAM = Rule(lambda x: x is None or isinstance(x, torch.Stream), _any, "None and a CUDA stream are accepted")
 _NAMES: list[tuple[Rule, str]] = [
     (_ONE_RANK, "tp_group cp_group"),
-    (_GROUP, "Linear.tp_group"),
+    (_GROUP, "Linear.tp_group LayerNormLinear.tp_group LayerNormMLP.tp_group MultiheadAttention.tp_group"),
+    (_GROUP, "TransformerLayer.tp_group"),
     (_SIZE, "tp_size"),
     (_ONE_OF_RANKS, "cp_global_ranks"),
     (_STREAM, "cp_stream"),

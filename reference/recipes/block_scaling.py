@@ -217,7 +217,9 @@ def _square_pieces(a: Operand, sizes: list[int]) -> list[Operand]:
     assert a.scales is not None
     found, first = [], 0
     for codes in a.codes.split(sizes, 1):
-        scales = torch.zeros(scale_shape(*codes.shape, True), dtype=torch.float32, device=codes.device)
+        scales = torch.zeros(
+            scale_shape(codes.shape[0], codes.shape[1], True), dtype=torch.float32, device=codes.device
+        )
         count = blocks_of(codes.shape[1])
         scales[:, :count] = a.scales[:, first : first + count]
         found.append(a._replace(codes=codes.contiguous(), scales=scales))

@@ -181,7 +181,7 @@ def end_plain(
     accumulator: torch.Tensor, a: Operand, b: Operand, bias: torch.Tensor | None, out_dtype: torch.dtype
 ) -> torch.Tensor:
     """`Products.end` where the accumulators have the scales in them, or there are none."""
-    return twin.gemm_end(accumulator, None, None, bias, out_dtype)  # type: ignore[no-any-return]
+    return twin.end_gemm(accumulator, None, None, bias, out_dtype)  # type: ignore[no-any-return]
 
 
 def _part_fp8(a: Operand, b: Operand, accumulator: torch.Tensor | None, accumulate: str) -> torch.Tensor:
@@ -191,7 +191,7 @@ def _part_fp8(a: Operand, b: Operand, accumulator: torch.Tensor | None, accumula
 def _end_fp8(
     accumulator: torch.Tensor, a: Operand, b: Operand, bias: torch.Tensor | None, out_dtype: torch.dtype
 ) -> torch.Tensor:
-    return twin.gemm_end(accumulator, a.scales, b.scales, bias, out_dtype)  # type: ignore[no-any-return]
+    return twin.end_gemm(accumulator, a.scales, b.scales, bias, out_dtype)  # type: ignore[no-any-return]
 
 
 PRODUCTS: dict[tuple[str, str], Products] = {

@@ -73,6 +73,17 @@ class TensorParallel:
             )
         return size // self.tp_size
 
+    def check_parallel_mode(self) -> None:
+        """Refuse what no layer of several maps is offered for."""
+        layer: Any = self
+        name, here = type(self).__name__, f"tp_size={self.tp_size}"
+        if self.tp_size > 1 and not layer.set_parallel_mode:
+            raise ValueError(f"{name}: {here} with set_parallel_mode=False; True is accepted.")
+        if self.tp_size > 1 and layer.quantized_init is not None:
+            raise NotImplementedError(
+                f"{name}: {here} in quantized_model_init is not offered; a layer that is made outside is accepted."
+            )
+
     # --- weights -------------------------------------------------------------------------------------
 
     def partitions(self) -> Mapping[str, tuple[int, tuple[int, ...]]]:

@@ -1,4 +1,4 @@
-"""A GEMM in parts along K: `twin::gemm_part`, `twin::gemm_fp8_part`, `twin::gemm_fp8_blocks_part`, `twin::gemm_end`.
+"""A GEMM in parts along K: `twin::gemm_part`, `twin::gemm_fp8_part`, `twin::gemm_fp8_blocks_part`, `twin::end_gemm`.
 
 All GEMMs add in order of K, and between two steps their state is one fp32 word an output. So K may be cut, and the
 first part's accumulators are what the second starts from:
@@ -9,7 +9,7 @@ first part's accumulators are what the second starts from:
     FP8, "split"         for each 128 of K: acc = acc + p, rounded to fp32; p is a chain from zero
     FP8 blocks           for each 128 of K: acc = fma(p, its scales, acc), as in `twin::gemm_fp8_blocks`
 
-and `twin::gemm_end` is what follows K, once:
+and `twin::end_gemm` is what follows K, once:
 
     out = acc · (a_scale_inv · b_scale_inv)      two roundings to fp32, where there are scales (`twin::gemm_fp8`)
     out = out + bias                             rounded to fp32, where there is a bias
@@ -126,7 +126,7 @@ def gemm_fp8_blocks_part(
 
 
 @define(end_outputs, cpu_only=CPU_ONLY)
-def gemm_end(
+def end_gemm(
     accumulator: torch.Tensor,
     a_scale_inv: torch.Tensor | None,
     b_scale_inv: torch.Tensor | None,

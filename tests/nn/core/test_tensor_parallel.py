@@ -45,6 +45,71 @@ def linear(
     return found
 
 
+def normed(group: Any, count: int, rank: int, recipe: str, kind: str, sequence: bool, more: Any) -> dict[str, Any]:
+    """Three steps of a layer that begins with a norm."""
+    torch.manual_seed(7)
+    of_all: dict[str, Any] = {"params_dtype": BF16, "tp_group": group, "sequence_parallel": sequence, **dict(more)}
+    layer: Any
+    if kind == "LayerNormLinear":
+        layer = te.LayerNormLinear(IN, OUT, parallel_mode="column", **of_all)
+    else:
+        layer = te.LayerNormMLP(IN, OUT, set_parallel_mode=True, **of_all)
+    with torch.no_grad():
+        layer.layer_norm_weight.copy_(1 + numbers(3, IN, scale=2.0**-6))
+    y_dim = 2 if kind == "LayerNormLinear" else 0 if sequence else None
+    return steps(layer, recipe, rank, count, 0 if sequence else None, y_dim, (IN, OUT if y_dim == 2 else IN))
+
+
+def steps(
+    layer: Any, recipe: str, rank: int, count: int, x_dim: int | None, y_dim: int | None, sizes: tuple[int, int]
+) -> dict[str, torch.Tensor]:
+    """Three steps with SGD: y, dx, gradients, then parameters and scales."""
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.25)
+    found: dict[str, torch.Tensor] = {}
+    for step in range(3):
+        x = part(numbers(step, SEQUENCE, BATCH, sizes[0], scale=2.0**-3), x_dim, rank, count).requires_grad_()
+        g = part(numbers(100 + step, SEQUENCE, BATCH, sizes[1], scale=2.0**-7), y_dim, rank, count)
+        with te.autocast(enabled=RECIPES[recipe] is not None, recipe=RECIPES[recipe]):
+            y = layer(x)
+        y.backward(g)
+        found |= {f"{step}.y": y.detach(), f"{step}.dx": x.grad}  # type: ignore[dict-item]
+        found |= {f"{step}.{name}.grad": p.grad.clone() for name, p in layer.named_parameters()}
+        optimizer.step()
+        optimizer.zero_grad()
+    found |= {name: p.detach() for name, p in layer.named_parameters()}
+    for name, module in layer.named_modules():
+        for key in ("scaling_fwd", "scaling_bwd") if recipe == "delayed" and hasattr(module, "fp8_meta") else ():
+            if key in module.fp8_meta:
+                meta = module.fp8_meta[key]
+                found |= {f"{name}.{key}.scale": meta.scale, f"{name}.{key}.history": meta.amax_history}
+    return found
+
+
+def dims_of_normed(case: tuple[Any, ...], name: str) -> Any:
+    _, kind, sequence, more = case
+    if name.endswith((".y", ".dx")):
+        return 2 if name.endswith(".y") and kind == "LayerNormLinear" else 0 if sequence else None
+    if "scaling" in name or "layer_norm" in name or "fc2_bias" in name:
+        return None
+    gated = dict(more).get("activation") in ("swiglu",)
+    return 1 if "fc2_weight" in name else (0, 2 if gated else 1)
+
+
+NORMED = {
+    f"{kind}{' sequence' * sequence} {recipe} {more}": (recipe, kind, sequence, tuple(more.items()))
+    for recipe in RECIPES
+    for sequence in (False, True)
+    for kind, more in (
+        ("LayerNormLinear", {}),
+        ("LayerNormLinear", {"normalization": "RMSNorm", "bias": False}),
+        ("LayerNormMLP", {}),
+        ("LayerNormMLP", {"activation": "swiglu", "normalization": "RMSNorm", "bias": False}),
+        ("LayerNormMLP", {"activation": "swiglu"}),
+    )
+}
+FAST_NORMED = {name: case for name, case in NORMED.items() if case[2] and len(case[3]) != 2}
+
+
 def dims(case: tuple[Any, ...], name: str) -> Any:
     """The dimension along which ranks have parts of a tensor."""
     _, mode, sequence, _, split = case
@@ -75,8 +140,10 @@ CASES = {
 FAST = {name: case for name, case in CASES.items() if case[2] is case[3]}
 
 
-def compare_cases(count: int, folder: Path, cases: dict[str, tuple[Any, ...]]) -> None:
-    whole, found = in_one(linear, cases), on_ranks(count, folder, linear, cases)
+def compare_cases(
+    count: int, folder: Path, cases: dict[str, tuple[Any, ...]], program: Any = linear, dims: Any = dims
+) -> None:
+    whole, found = in_one(program, cases), on_ranks(count, folder, program, cases)
     for name, case in cases.items():
         compare(name, whole[name], [one[name] for one in found], lambda tensor, case=case: dims(case, tensor))
 
@@ -91,3 +158,13 @@ def test_a_linear_layer_in_every_form(count: int, tmp_path: Path) -> None:
     # A rank of four has 64 rows of each half of a split weight: no multiple of a chain of split accumulation.
     cases = {name: case for name, case in CASES.items() if count == 2 or case[0] == "bf16" or not case[4]}
     compare_cases(count, tmp_path, cases)
+
+
+def test_layers_with_a_norm_that_two_ranks_share(tmp_path: Path) -> None:
+    compare_cases(2, tmp_path, FAST_NORMED, normed, dims_of_normed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 4])
+def test_layers_with_a_norm_in_every_form(count: int, tmp_path: Path) -> None:
+    compare_cases(count, tmp_path, NORMED, normed, dims_of_normed)

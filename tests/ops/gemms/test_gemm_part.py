@@ -55,7 +55,7 @@ def test_16_bits(seed, m, steps, places, wild, dtype, out, bias):
     acc = None
     for one in ranges(k, CUTS["16 bits"], places):
         acc = twin.gemm_part(a[:, one], b[:, one], acc)
-    assert_same_bits(twin.gemm_end(acc, None, None, b1, out), twin.gemm(a, b, b1, out), "the whole")
+    assert_same_bits(twin.end_gemm(acc, None, None, b1, out), twin.gemm(a, b, b1, out), "the whole")
 
 
 @settings(max_examples=60, deadline=None)
@@ -73,7 +73,7 @@ def test_fp8(seed, m, steps, places, wild, dtypes, out, accumulate):
     for one in ranges(k, CUTS[accumulate], places):
         acc = twin.gemm_fp8_part(a[:, one].contiguous(), b[:, one].contiguous(), acc, accumulate)
     whole = twin.gemm_fp8(a, b, *scales, bias, out, accumulate)
-    assert_same_bits(twin.gemm_end(acc, *scales, bias, out), whole, accumulate)
+    assert_same_bits(twin.end_gemm(acc, *scales, bias, out), whole, accumulate)
 
 
 @settings(max_examples=40, deadline=None)
@@ -99,7 +99,7 @@ def test_blocks(seed, m, steps, places, wild, squares, dialect):
     for one in ranges(k, BLOCK, places):
         acc = twin.gemm_fp8_blocks_part(*operands(one), acc)
     whole = twin.gemm_fp8_blocks(*operands(slice(0, k)), None, BF16)
-    assert_same_bits(twin.gemm_end(acc, None, None, None, BF16), whole, dialect)
+    assert_same_bits(twin.end_gemm(acc, None, None, None, BF16), whole, dialect)
 
 
 def test_other_cuts_give_other_words():
@@ -133,9 +133,9 @@ def test_what_is_refused():
     with pytest.raises(ValueError, match=r"accumulator is torch\.bfloat16"):
         twin.gemm_part(a.to(BF16), b.to(BF16), torch.zeros(4, 16, dtype=BF16))
     with pytest.raises(ValueError, match="one of a_scale_inv and b_scale_inv is None"):
-        twin.gemm_end(torch.zeros(4, 16), torch.ones(1), None, None, BF16)
+        twin.end_gemm(torch.zeros(4, 16), torch.ones(1), None, None, BF16)
     with pytest.raises(ValueError, match=r"a_scale_inv is torch.float32 \(2,\)"):
-        twin.gemm_end(torch.zeros(4, 16), torch.ones(2), torch.ones(1), None, BF16)
+        twin.end_gemm(torch.zeros(4, 16), torch.ones(2), torch.ones(1), None, BF16)
     with pytest.raises(ValueError, match=r"accumulator is torch.float32 \(4,\)"):
-        twin.gemm_end(torch.zeros(4), None, None, None, BF16)
+        twin.end_gemm(torch.zeros(4), None, None, None, BF16)
     assert "no kernel yet" in CPU_ONLY["gemm_fp8_part"]
