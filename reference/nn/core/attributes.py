@@ -260,10 +260,10 @@ class OfAttention(OneRank):
 
     @property
     def num_attention_heads_per_partition(self) -> int:
-        """All heads: there is one rank."""
-        return self.num_attention_heads
+        """Those of this rank."""
+        return self.num_attention_heads // self.tp_size
 
     @property
     def num_gqa_groups_per_partition(self) -> int:
-        """All groups: there is one rank."""
-        return self.num_gqa_groups
+        """Those of this rank."""
+        return self.num_gqa_groups // self.tp_size

@@ -45,6 +45,12 @@ class TensorParallel:
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         """Give the group after the layer was made, as Megatron-LM does: one of `tp_size` ranks, or None."""
         layer: Any = self
+        self._take_group(tp_group)
+        layer._take_roles()
+        layer._precision = layer._found = None
+        layer._wide.clear()
+
+    def _take_group(self, tp_group: Any) -> None:
         name = type(self).__name__
         check_arguments(name, {"tp_group": tp_group})
         size = 1 if tp_group is None else dist.get_world_size(tp_group)
@@ -54,9 +60,6 @@ class TensorParallel:
                 f"a group of as many ranks is accepted."
             )
         self.tp_name = groups.name_of(tp_group) if size > 1 else None
-        layer._take_roles()
-        layer._precision = layer._found = None
-        layer._wide.clear()
 
     def shared(self, splits_input: bool, sizes: tuple[int, ...]) -> Shared | None:
         """How the ranks share a map, whose chain takes pieces of K of these sizes on each."""
@@ -169,3 +172,15 @@ class TensorParallel:
             return tuple(inp.shape[:-1])
         first = inp.shape[0] * self.tp_size if gathers else inp.shape[0] // self.tp_size
         return (first, *inp.shape[1:-1])
+
+
+class TensorParallelParts(TensorParallel):
+    """A layer that is made of such layers, which have the group."""
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """Give the group to the layer's parts; as theirs."""
+        layer: Any = self
+        self._take_group(tp_group)
+        for part in layer.children():
+            if isinstance(part, TensorParallel) and part.tp_size > 1:
+                part.set_tensor_parallel_group(tp_group)

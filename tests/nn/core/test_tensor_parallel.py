@@ -110,6 +110,65 @@ NORMED = {
 FAST_NORMED = {name: case for name, case in NORMED.items() if case[2] and len(case[3]) != 2}
 
 
+def attention(
+    group: Any, count: int, rank: int, recipe: str, kind: str, sequence: bool, more: Any, width: int = IN
+) -> dict[str, torch.Tensor]:
+    """Three steps of `MultiheadAttention` or `TransformerLayer`, with dropout."""
+    torch.manual_seed(9)
+    of_all: dict[str, Any] = {"params_dtype": BF16, "tp_group": group, "sequence_parallel": sequence}
+    of_all |= {"set_parallel_mode": True, "attention_dropout": 0.2, **dict(more)}
+    layer: Any
+    if kind == "MultiheadAttention":
+        layer = te.MultiheadAttention(width, 8, **of_all)
+    else:
+        layer = te.TransformerLayer(width, 2 * width, 8, hidden_dropout=0.3, **of_all)
+    torch.manual_seed(11)
+    tokens = 0 if sequence else None
+    return steps(layer, recipe, rank, count, tokens, tokens, (width, width))
+
+
+def dims_of_attention(case: tuple[Any, ...], name: str) -> Any:
+    _, _, sequence, more, *_ = case
+    if name.endswith((".y", ".dx")):
+        return 0 if sequence else None
+    if "scaling" in name or "layer_norm" in name or "fc2_bias" in name or "proj.bias" in name:
+        return None
+    gated = dict(more).get("activation") in ("swiglu",)
+    return 1 if "fc2_weight" in name or "proj.weight" in name else (0, 2 if gated and "fc1" in name else 1)
+
+
+LLAMA = {
+    "normalization": "RMSNorm",
+    "bias": False,
+    "activation": "swiglu",
+    "num_gqa_groups": 4,
+    "fuse_qkv_params": True,
+}
+ATTENTION = {
+    f"{kind}{' sequence' * sequence} {recipe} {more}": (recipe, kind, sequence, tuple(more.items()))
+    for recipe in RECIPES
+    for sequence in (False, True)
+    for kind, more in (
+        ("MultiheadAttention", {"input_layernorm": True, "num_gqa_groups": 4}),
+        ("MultiheadAttention", {"fuse_qkv_params": True, "attn_mask_type": "no_mask", "return_bias": False}),
+        ("TransformerLayer", {}),
+        ("TransformerLayer", LLAMA),
+        ("TransformerLayer", {"parallel_attention_mlp": True, "fuse_qkv_params": True}),
+        ("TransformerLayer", {"apply_residual_connection_post_layernorm": True}),
+    )
+}
+FAST_ATTENTION = {
+    f"{recipe} {sequence} {more}": (recipe, "TransformerLayer", sequence, tuple(more.items()), 256)
+    for recipe, sequence, more in (
+        ("bf16", True, {}),
+        ("delayed", True, {}),
+        ("delayed", False, {"fuse_qkv_params": True}),
+        ("current", True, LLAMA | {"num_gqa_groups": 8}),
+        ("blocks", True, LLAMA | {"num_gqa_groups": 8}),
+    )
+}
+
+
 def dims(case: tuple[Any, ...], name: str) -> Any:
     """The dimension along which ranks have parts of a tensor."""
     _, mode, sequence, _, split = case
@@ -168,3 +227,13 @@ def test_layers_with_a_norm_that_two_ranks_share(tmp_path: Path) -> None:
 @pytest.mark.parametrize("count", [2, 4])
 def test_layers_with_a_norm_in_every_form(count: int, tmp_path: Path) -> None:
     compare_cases(count, tmp_path, NORMED, normed, dims_of_normed)
+
+
+def test_attention_and_layers_that_two_ranks_share(tmp_path: Path) -> None:
+    compare_cases(2, tmp_path, FAST_ATTENTION, attention, dims_of_attention)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 4])
+def test_attention_and_layers_in_every_form(count: int, tmp_path: Path) -> None:
+    compare_cases(count, tmp_path, ATTENTION, attention, dims_of_attention)
