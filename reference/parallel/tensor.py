@@ -62,6 +62,9 @@ class Shared(NamedTuple):
     ) -> torch.Tensor:
         """T(a·bᵀ + bias) over the K of all ranks; `[m, n]`, with `sequence` this rank's rows."""
         gemm, shape, device = products(a, b), (a.codes.shape[0], b.codes.shape[0]), a.codes.device
+        if not shape[0] * shape[1]:  # on every rank
+            rows = shape[0] // chain.ranks_of(self.group)[1] if self.sequence else shape[0]
+            return torch.zeros((rows, shape[1]), dtype=out_dtype, device=device)
         assert gemm.part is not None
         assert gemm.end is not None
         part, end = gemm.part, gemm.end
