@@ -22,6 +22,7 @@ GEMMS = (
     "gemm_fp8_blocks",
     "gemm_fp8_blocks_fused",
     "gemm_fp8_fused",
+    "gemm_fp8_part",
     "gemm_fp8_rowwise",
     "gemm_fp8_split_k",
 )

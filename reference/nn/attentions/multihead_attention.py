@@ -377,7 +377,7 @@ class MultiheadAttention(TensorParallelParts, OfAttention, ContextGroup, DeviceD
         """Refuse what this module or a part of it would refuse, before anything changes; `layer` names the caller."""
         core: Any = self._modules["core_attention"]
         inference, packed = options.inference, self.qkv_format == "thd"
-        first, core_heads = self._modules[self._first_name], self.num_attention_heads_per_partition
+        first, core_heads = self._modules[self._first_name], self.num_attention_heads // self.tp_size
         checks.check_input(first, hidden_states, self.hidden_size, "hidden_states", layer, packed)
         if (encoder_output is None) != (self.attention_type == "self"):
             wanted = "no encoder_output" if self.attention_type == "self" else "an encoder_output"
@@ -438,7 +438,7 @@ class MultiheadAttention(TensorParallelParts, OfAttention, ContextGroup, DeviceD
     def heads(self, queries: int) -> Heads:
         """The layout of q (if `queries` per group > 0), k and v in a projection of this layer."""
         parts = (queries, 1, 1) if queries else (1, 1)
-        return Heads(parts, self.num_gqa_groups_per_partition, self.channels, self.interleaved)
+        return Heads(parts, self.num_gqa_groups // self.tp_size, self.channels, self.interleaved)
 
 
 _DEFAULTS = defaults_of(

@@ -103,7 +103,7 @@ def gemm_part(a: torch.Tensor, b: torch.Tensor, accumulator: torch.Tensor | None
     return tensor_core.gemm(a, b, c=accumulator)
 
 
-@define(fp8_part_outputs, cpu_only=CPU_ONLY)
+@define(fp8_part_outputs)
 def gemm_fp8_part(a: torch.Tensor, b: torch.Tensor, accumulator: torch.Tensor | None, accumulate: str) -> torch.Tensor:
     """a `[M, K]`, b `[N, K]` float8, accumulator fp32 `[M, N]` or None, accumulate "fast" or "split" -> `[M, N]`."""
     fp8_part_outputs(a, b, accumulator, accumulate)

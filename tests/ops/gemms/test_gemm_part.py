@@ -9,6 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shared.bits import assert_same_bits
 
+from optimized.ops.gemms.gemm_part import gemm_fp8_part_tiled
+from optimized.ops.gemms.gemm_tile import FP8_TILES, Tile
 from reference.ops.casts.cast_blocks import BLOCK
 from reference.ops.gemms.gemm_part import CUTS
 from reference.ops.library import CPU_ONLY, twin
@@ -138,4 +140,20 @@ def test_what_is_refused():
         twin.end_gemm(torch.zeros(4, 16), torch.ones(2), torch.ones(1), None, BF16)
     with pytest.raises(ValueError, match=r"accumulator is torch.float32 \(4,\)"):
         twin.end_gemm(torch.zeros(4), None, None, None, BF16)
-    assert "no kernel yet" in CPU_ONLY["gemm_fp8_part"]
+    assert "no kernel yet" in CPU_ONLY["gemm_part"]
+
+
+@pytest.mark.simulated
+@pytest.mark.gpu
+@pytest.mark.parametrize("accumulate", ["fast", "split"])
+@pytest.mark.parametrize("tile", FP8_TILES, ids=str)
+def test_every_tile_goes_on_from_accumulators(tile: Tile, accumulate: str) -> None:
+    """Three parts of K on ragged shapes, each from the one before, have the words of the whole on a CPU."""
+    for m, n, k in ((70, 272, 400), (264, 48, 528)):
+        a, b = matrices(m, m, n, k, (E4M3, E5M2), False)
+        acc = None
+        for one in ranges(k, CUTS[accumulate], [0.4, 0.9]):
+            operands = (a[:, one].contiguous().cuda(), b[:, one].contiguous().cuda())
+            acc = gemm_fp8_part_tiled(*operands, acc, accumulate, tile)
+        assert acc is not None
+        assert_same_bits(acc, twin.gemm_fp8_part(a, b, None, accumulate), f"{tile}, {(m, n, k)}")

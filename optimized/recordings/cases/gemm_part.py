@@ -1,0 +1,55 @@
+"""Cases of `gemm_fp8_part`, a GEMM that goes on from accumulators."""
+
+from collections.abc import Iterator
+from functools import partial
+from itertools import product
+
+import torch
+
+from optimized.ops.gemms.gemm_part import gemm_fp8_part_tiled
+from optimized.ops.gemms.gemm_tile import FP8_TILES, TILES
+from optimized.recordings.calls import E4M3, FP32, Call, Calls, Inputs
+from optimized.recordings.case import FP8, Case, Outputs, codes, short
+from optimized.recordings.cases.gemm import with_tile
+
+twin = torch.ops.twin
+
+
+def _in_parts(
+    shape: tuple[int, int, int], types: tuple[torch.dtype, ...], accumulate: str, at: int, device: torch.device
+) -> Outputs:
+    m, n, k = shape
+    a, b = codes((m, k), types[0], 61).to(device), codes((n, k), types[1], 62).to(device)
+    first = twin.gemm_fp8_part(a[:, :at].contiguous(), b[:, :at].contiguous(), None, accumulate)
+    return {
+        "first": first,
+        "both": twin.gemm_fp8_part(a[:, at:].contiguous(), b[:, at:].contiguous(), first, accumulate),
+    }
+
+
+def cases() -> Iterator[Case]:
+    for a, b, accumulate in product(FP8, FP8, ("fast", "split")):
+        for (m, n, k), at in (((40, 48, 272), 128), ((7, 64, 1040), 256), ((520, 272, 1040), 640)):
+            label = f"{short(a)}·{short(b)} {m}x{n}x{k} at {at}"
+            run = partial(_in_parts, (m, n, k), (a, b), accumulate, at)
+            yield Case(f"gemm_fp8_part ({accumulate})", label, run, live=True)
+
+
+def calls(c: Inputs) -> Calls:
+    # More than one tile and ragged in each direction; then wide and narrow tiles in one.
+    for tile, accumulate, (m, n, k) in product(FP8_TILES, ("fast", "split"), ((264, 528, 272), (140, 736, 144))):
+        given = (c.codes(m, k, dtype=E4M3), c.codes(n, k, dtype=E4M3), c.x(m, n, dtype=FP32), accumulate)
+        yield Call(twin.gemm_fp8_part, given, with_tile(gemm_fp8_part_tiled, tile))
+    from_zero = (c.codes(300, 64, dtype=E4M3), c.codes(1808, 64, dtype=E4M3), None, "fast")
+    yield Call(twin.gemm_fp8_part, from_zero, with_tile(gemm_fp8_part_tiled, TILES[0], 26))
+    for a, b, accumulate, start in product(FP8, FP8, ("fast", "split"), (0, 1, None)):
+        accumulator = None if start is None else c.x(40, 48, dtype=FP32, start=start)
+        yield Call(twin.gemm_fp8_part, (c.codes(40, 272, dtype=a), c.codes(48, 272, dtype=b), accumulator, accumulate))
+    for m, n, k in ((0, 16, 32), (3, 0, 16), (5, 16, 0)):
+        yield Call(twin.gemm_fp8_part, (c.codes(m, k), c.codes(n, k), c.x(m, n, dtype=FP32), "split"))
+
+
+def sized(c: Inputs, rows: int, cols: int) -> Calls:
+    for k, accumulate in product((0, 32), ("fast", "split")):
+        given = (c.codes(rows, k), c.codes(cols, k), c.x(rows, cols, dtype=FP32))
+        yield Call(twin.gemm_fp8_part, (*given, accumulate))
