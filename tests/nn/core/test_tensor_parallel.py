@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from shared.tensor_ranks import BF16, RECIPES, compare, in_one, numbers, on_ranks, part
 
 import reference as te
-from reference.recipe import Float8RowwiseScaling
+from reference.inspect.statistics import collect_stats
+from reference.recipe import Float8CurrentScaling, Float8RowwiseScaling
 
 SEQUENCE, BATCH, IN, OUT = 12, 3, 512, 512
 
@@ -291,6 +293,36 @@ def test_other_ways_to_run_a_shared_layer(tmp_path: Path) -> None:
     )
 
 
+def pairs(group: Any, count: int, rank: int, pair: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Two of four ranks share a layer, the other two another one; then without gradients, and statistics."""
+    if group is not None:
+        made = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        pair, (group, rank), count = rank // 2, (made[rank // 2], rank % 2), 2
+    torch.manual_seed(3)
+    given: dict[str, Any] = {"params_dtype": dtype, "set_parallel_mode": True, "sequence_parallel": True}
+    layer = te.LayerNormMLP(256, 512, tp_group=group, **given)
+    x = part(numbers(pair, SEQUENCE, BATCH, 256), 0, rank, count).to(dtype).requires_grad_()
+    found: dict[str, torch.Tensor] = {}
+    for step in range(2):
+        with te.autocast(recipe=te.DelayedScaling(amax_history_len=1, reduce_amax=False)):
+            y = layer(x)
+        y.sum().backward()
+        found |= {f"{step}.y": y.detach(), f"{step}.dx": x.grad.clone()}  # type: ignore[union-attr]
+    with torch.no_grad(), te.autocast(recipe=Float8CurrentScaling()):
+        found["2.y"] = layer(x.detach())
+    found |= {f"{name}.grad": p.grad for name, p in layer.named_parameters()}  # type: ignore[misc]
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_groups_of_some_ranks(dtype: torch.dtype, tmp_path: Path) -> None:
+    found = [one[""] for one in on_ranks(4, tmp_path, pairs, {"": (0, dtype)})]
+    for pair in range(2):
+        whole = in_one(pairs, {"": (pair, dtype)})[""]
+        of_pair = found[2 * pair : 2 * pair + 2]
+        compare(f"pair {pair}", whole, of_pair, lambda name: dims_of_normed(("", "", True, ()), name))
+
+
 def refused(group: Any, count: int, rank: int) -> dict[str, torch.Tensor]:
     """Calls that are refused, on each rank alike and before anything is changed."""
     x = numbers(0, 4, 256)
@@ -332,6 +364,9 @@ def refused(group: Any, count: int, rank: int) -> dict[str, torch.Tensor]:
         pytest.raises(NotImplementedError, match="is made outside"),
     ):
         te.Linear(256, 256, tp_group=group, parallel_mode="row")
+    shared = "^collect_stats: 0 is shared by the ranks of a tensor-parallel group"
+    with pytest.raises(NotImplementedError, match=shared), collect_stats(torch.nn.Sequential(rowwise)):
+        pass
     with pytest.raises(NotImplementedError, match="core_attention_bias_type='alibi' with"):
         _attention(group)(numbers(0, 4, 1, 256), core_attention_bias_type="alibi")
     return {}
