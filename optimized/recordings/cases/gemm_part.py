@@ -1,4 +1,4 @@
-"""Cases of `gemm_fp8_part`, a GEMM that goes on from accumulators."""
+"""Cases of `gemm_fp8_part` and `gemm_fp8_blocks_part`, GEMMs that go on from accumulators."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -6,11 +6,13 @@ from itertools import product
 
 import torch
 
-from optimized.ops.gemms.gemm_part import gemm_fp8_part_tiled
+from optimized.ops.gemms.gemm_fp8_blocks import costs
+from optimized.ops.gemms.gemm_part import SQUARES, gemm_fp8_blocks_part_tiled, gemm_fp8_part_tiled
 from optimized.ops.gemms.gemm_tile import FP8_TILES, TILES
 from optimized.recordings.calls import E4M3, FP32, Call, Calls, Inputs
 from optimized.recordings.case import FP8, Case, Outputs, codes, short
 from optimized.recordings.cases.gemm import with_tile
+from optimized.recordings.cases.gemm_fp8_blocks import operands
 
 twin = torch.ops.twin
 
@@ -47,9 +49,17 @@ def calls(c: Inputs) -> Calls:
         yield Call(twin.gemm_fp8_part, (c.codes(40, 272, dtype=a), c.codes(48, 272, dtype=b), accumulator, accumulate))
     for m, n, k in ((0, 16, 32), (3, 0, 16), (5, 16, 0)):
         yield Call(twin.gemm_fp8_part, (c.codes(m, k), c.codes(n, k), c.x(m, n, dtype=FP32), "split"))
+    for squares in SQUARES:
+        for tile, _ in costs(squares):
+            in_blocks = (*operands(c, 200, 272, 272, squares), c.x(200, 272, dtype=FP32))
+            yield Call(twin.gemm_fp8_blocks_part, in_blocks, with_tile(gemm_fp8_blocks_part_tiled, tile))
+        for a, b, start in product(FP8, FP8, (0, 1, None)):
+            accumulator = None if start is None else c.x(40, 48, dtype=FP32, start=start)
+            yield Call(twin.gemm_fp8_blocks_part, (*operands(c, 40, 48, 272, squares, a, b), accumulator))
 
 
 def sized(c: Inputs, rows: int, cols: int) -> Calls:
     for k, accumulate in product((0, 32), ("fast", "split")):
         given = (c.codes(rows, k), c.codes(cols, k), c.x(rows, cols, dtype=FP32))
         yield Call(twin.gemm_fp8_part, (*given, accumulate))
+        yield Call(twin.gemm_fp8_blocks_part, (*operands(c, rows, cols, k), given[-1]))

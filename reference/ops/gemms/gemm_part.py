@@ -110,7 +110,7 @@ def gemm_fp8_part(a: torch.Tensor, b: torch.Tensor, accumulator: torch.Tensor | 
     return tensor_core.gemm(a, b, accumulate, accumulator)
 
 
-@define(blocks_part_outputs, cpu_only=CPU_ONLY)
+@define(blocks_part_outputs)
 def gemm_fp8_blocks_part(
     a: torch.Tensor,
     b: torch.Tensor,

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shared.bits import assert_same_bits
 
-from optimized.ops.gemms.gemm_part import gemm_fp8_part_tiled
+from optimized.ops.gemms import gemm_fp8_blocks
+from optimized.ops.gemms.gemm_part import SQUARES, gemm_fp8_blocks_part_tiled, gemm_fp8_part_tiled
 from optimized.ops.gemms.gemm_tile import FP8_TILES, Tile
 from reference.ops.casts.cast_blocks import BLOCK
 from reference.ops.gemms.gemm_part import CUTS
@@ -157,3 +158,25 @@ def test_every_tile_goes_on_from_accumulators(tile: Tile, accumulate: str) -> No
             acc = gemm_fp8_part_tiled(*operands, acc, accumulate, tile)
         assert acc is not None
         assert_same_bits(acc, twin.gemm_fp8_part(a, b, None, accumulate), f"{tile}, {(m, n, k)}")
+
+
+@pytest.mark.simulated
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("squares", "tile"), [(squares, tile) for squares in SQUARES for tile, _ in gemm_fp8_blocks.costs(squares)], ids=str
+)
+def test_every_tile_of_blocks_goes_on_from_accumulators(squares: tuple[bool, bool], tile: Tile) -> None:
+    g = torch.Generator().manual_seed(5)
+    m, n, k = 200, 272, 400
+    x, w = (torch.randn(rows, k, generator=g) * 2.0 ** torch.randint(-9, 9, (1, k), generator=g) for rows in (m, n))
+    acc = expected = None
+    for one in ranges(k, BLOCK, [0.4, 0.9]):
+        casts = [
+            twin.cast_blocks(t[:, one].contiguous(), E4M3, square, "fp32", 0.0)
+            for t, square in zip((x, w), squares, strict=True)
+        ]
+        operands = [*(q for q, _ in casts), *(scales for _, scales in casts)]
+        expected = twin.gemm_fp8_blocks_part(*operands, *squares, expected)
+        acc = gemm_fp8_blocks_part_tiled(*[t.cuda() for t in operands], *squares, acc, tile)  # type: ignore[misc]
+    assert acc is not None
+    assert_same_bits(acc, expected, f"{squares}, {tile}")
