@@ -1,4 +1,4 @@
-"""Cases of `gemm_fp8_part` and `gemm_fp8_blocks_part`, GEMMs that go on from accumulators."""
+"""Cases of GEMMs that go on from accumulators, and of what follows them."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -7,10 +7,10 @@ from itertools import product
 import torch
 
 from optimized.ops.gemms.gemm_fp8_blocks import costs
-from optimized.ops.gemms.gemm_part import SQUARES, gemm_fp8_blocks_part_tiled, gemm_fp8_part_tiled
+from optimized.ops.gemms.gemm_part import SQUARES, gemm_fp8_blocks_part_tiled, gemm_fp8_part_tiled, gemm_part_tiled
 from optimized.ops.gemms.gemm_tile import FP8_TILES, TILES
-from optimized.recordings.calls import E4M3, FP32, Call, Calls, Inputs
-from optimized.recordings.case import FP8, Case, Outputs, codes, short
+from optimized.recordings.calls import BF16, E4M3, FP32, Call, Calls, Inputs
+from optimized.recordings.case import FP8, HALVES, WIDE, Case, Outputs, codes, short
 from optimized.recordings.cases.gemm import with_tile
 from optimized.recordings.cases.gemm_fp8_blocks import operands
 
@@ -56,6 +56,17 @@ def calls(c: Inputs) -> Calls:
         for a, b, start in product(FP8, FP8, (0, 1, None)):
             accumulator = None if start is None else c.x(40, 48, dtype=FP32, start=start)
             yield Call(twin.gemm_fp8_blocks_part, (*operands(c, 40, 48, 272, squares, a, b), accumulator))
+    flags = (False, True)
+    for tile, first, second in product(TILES, flags, flags):
+        halves = [c.x(136, rows).t() if t else c.x(rows, 136) for rows, t in ((264, first), (520, second))]
+        yield Call(twin.gemm_part, (*halves, c.x(264, 520, dtype=FP32)), with_tile(gemm_part_tiled, tile))
+    for dtype, (m, n, k), start in product(HALVES, ((33, 47, 70), (0, 16, 16), (5, 16, 0)), (0, 1, None)):
+        accumulator = None if start is None else c.x(m, n, dtype=FP32, start=start)
+        yield Call(twin.gemm_part, (c.x(m, k, dtype=dtype), c.x(n, k, dtype=dtype), accumulator))
+    for out, bias, (m, n), start in product(WIDE, (None, *WIDE), ((5, 48), (7, 33), (0, 16)), (0, 1)):
+        vector = None if bias is None else c.x(n, dtype=bias)
+        yield Call(twin.end_gemm, (c.x(m, n, dtype=FP32, start=start), c.one(), c.one(), vector, out))
+        yield Call(twin.end_gemm, (c.x(m, n, dtype=FP32, start=start), None, None, vector, out))
 
 
 def sized(c: Inputs, rows: int, cols: int) -> Calls:
@@ -63,3 +74,6 @@ def sized(c: Inputs, rows: int, cols: int) -> Calls:
         given = (c.codes(rows, k), c.codes(cols, k), c.x(rows, cols, dtype=FP32))
         yield Call(twin.gemm_fp8_part, (*given, accumulate))
         yield Call(twin.gemm_fp8_blocks_part, (*operands(c, rows, cols, k), given[-1]))
+        if accumulate == "fast":
+            yield Call(twin.gemm_part, (c.x(rows, k), c.x(cols, k), given[-1]))
+            yield Call(twin.end_gemm, (given[-1], c.one(), c.one(), c.x(cols), BF16))

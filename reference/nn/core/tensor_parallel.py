@@ -140,8 +140,8 @@ class TensorParallel:
             raise NotImplementedError(f"{name}: {here} under torch.compile is not offered; eager mode is accepted.")
         if layer._parameter_device().type == "cuda":
             raise NotImplementedError(
-                f"{name}: {here} on a GPU is not offered yet: GEMMs that go on from another rank's accumulators have "
-                f"no kernel; a layer on the CPU is accepted."
+                f"{name}: {here} on a GPU is not offered yet: accumulators do not travel between GPUs; a layer on the "
+                f"CPU is accepted."
             )
         for one in layer.roles.gemms:
             if one.shared is None:

@@ -30,7 +30,6 @@ from reference.ops.library import define
 
 CUTS = {"16 bits": model.HALF_STEP.k, "fast": model.FP8_STEP.k, "split": tensor_core.SPLIT_K, "blocks": 128}
 """Where K may be cut: at multiples of these."""
-CPU_ONLY = "sums over K that go on from other ranks' accumulators have no kernel yet"
 
 
 def check_accumulator(a: torch.Tensor, b: torch.Tensor, accumulator: torch.Tensor | None) -> None:
@@ -96,7 +95,7 @@ def end_outputs(
     return torch.empty_like(accumulator, dtype=out_dtype)
 
 
-@define(part_outputs, cpu_only=CPU_ONLY)
+@define(part_outputs)
 def gemm_part(a: torch.Tensor, b: torch.Tensor, accumulator: torch.Tensor | None) -> torch.Tensor:
     """a `[M, K]`, b `[N, K]`, both bf16 or both fp16, accumulator fp32 `[M, N]` or None -> fp32 `[M, N]`."""
     part_outputs(a, b, accumulator)
@@ -125,7 +124,7 @@ def gemm_fp8_blocks_part(
     return gemm_fp8_blocks.accumulated(a, b, a_scale_inv, b_scale_inv, a_square, b_square, accumulator)
 
 
-@define(end_outputs, cpu_only=CPU_ONLY)
+@define(end_outputs)
 def end_gemm(
     accumulator: torch.Tensor,
     a_scale_inv: torch.Tensor | None,
