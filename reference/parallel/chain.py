@@ -11,18 +11,35 @@ These are the additions of one process, in its order; nothing is added that it w
 is not consecutive, as that of [gate; up] or [q; k; v] whose halves or thirds are split, the chain goes around once for
 each piece. The last rank then hands `out` to the others, all of it or to each its rows.
 
+The output is cut into bands of rows, which pass through the ranks one after the other: while a band is on its way, its
+sender computes the next. So with p bands the last of t ranks waits for (t - 1) / p of a rank's work.
+
 Collectives move bytes: their backends need not know a dtype.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from reference.support import groups
 
-Part = Callable[[int, torch.Tensor | None], torch.Tensor]
-"""(piece of K, accumulators or None) → accumulators, fp32 `[m, n]`."""
+Band = tuple[int, int]
+"""The first row of a band and the one after its last."""
+Part = Callable[[int, Band, torch.Tensor | None], torch.Tensor]
+"""(piece of K, band, accumulators or None) → accumulators, fp32 `[rows of the band, n]`."""
+BAND = 128
+"""Bands begin at multiples of it, as blocks of scales do."""
+BANDS = 8
+"""At most so many."""
+
+
+def bands(rows: int) -> list[Band]:
+    """The bands of an output, the same on every rank."""
+    count = -(-rows // BAND)
+    step = BAND * -(-count // BANDS)
+    return [(first, min(first + step, rows)) for first in range(0, rows, step)]
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:
@@ -40,7 +57,7 @@ def passed_on(
     group: str,
     shape: tuple[int, int],
     part: Part,
-    end: Callable[[torch.Tensor], torch.Tensor],
+    end: Callable[[Band, torch.Tensor], torch.Tensor],
     rounds: int,
     device: torch.device,
 ) -> torch.Tensor | None:
@@ -49,20 +66,30 @@ def passed_on(
     Args:
         group: its name.
         shape: of the accumulators.
-        part: this rank's part of a round.
+        part: this rank's part of a round, for a band.
+        end: what follows the last part.
         rounds: how many pieces of K each rank has: round 0 goes through all ranks, then round 1.
     """
     found, (rank, count) = groups.group_of(group), ranks_of(group)
-    accumulator: torch.Tensor | None = None
+    on_their_way: list[Any] = []  # with the memory that they read
+    ended: list[torch.Tensor] = []
     for piece in range(rounds):
-        if piece or rank:
-            accumulator = torch.empty(shape, dtype=torch.float32, device=device)
-            dist.recv(_bytes(accumulator), group=found, group_src=(rank - 1) % count)
-        accumulator = part(piece, accumulator)
-        if piece + 1 == rounds and rank + 1 == count:
-            return end(accumulator)
-        dist.send(_bytes(accumulator.contiguous()), group=found, group_dst=(rank + 1) % count)
-    return None
+        for band in bands(shape[0]):
+            accumulator: torch.Tensor | None = None
+            if piece or rank:
+                accumulator = torch.empty((band[1] - band[0], shape[1]), dtype=torch.float32, device=device)
+                dist.recv(_bytes(accumulator), group=found, group_src=(rank - 1) % count)
+            accumulator = part(piece, band, accumulator).contiguous()
+            if piece + 1 == rounds and rank + 1 == count:
+                ended.append(end(band, accumulator))
+            else:
+                sent = dist.isend(_bytes(accumulator), group=found, group_dst=(rank + 1) % count)
+                on_their_way.append((sent, accumulator))
+    for sent, _ in on_their_way:
+        sent.wait()
+    if not ended:
+        return None
+    return ended[0] if len(ended) == 1 else torch.cat(ended)
 
 
 def from_last(

@@ -28,7 +28,7 @@ from reference.parallel import chain
 from reference.recipes.block_scaling import InBlocks
 from reference.recipes.current_scaling import Current
 from reference.recipes.delayed_scaling import Delayed
-from reference.recipes.quantized import Operand, Quantized, per_tensor, pieces_of, products
+from reference.recipes.quantized import Operand, Quantized, per_tensor, pieces_of, products, rows_of_operand
 from reference.recipes.quantizer import (
     ActivationPlan,
     Around,
@@ -75,8 +75,10 @@ class Shared(NamedTuple):
         out = chain.passed_on(
             self.group,
             shape,
-            lambda piece, accumulator: part(*pieces[piece], accumulator, accumulate),
-            lambda accumulator: end(accumulator, a, b, bias, out_dtype),
+            lambda piece, band, start: part(
+                rows_of_operand(pieces[piece][0], *band), pieces[piece][1], start, accumulate
+            ),
+            lambda band, sums: end(sums, a, b, bias, out_dtype),
             len(pieces),
             device,
         )

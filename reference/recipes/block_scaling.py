@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from reference.ops.casts.cast_blocks import BLOCK, blocks_of, scale_shape
+from reference.ops.casts.cast_blocks import BLOCK, blocks_of, ceil4, scale_shape
 from reference.ops.library import twin
 from reference.recipes.base import Format, MMParams, QParams, Recipe, check_recipe
 from reference.recipes.quantized import (
@@ -27,6 +27,7 @@ from reference.recipes.quantized import (
     KEEPING,
     PIECES,
     PRODUCTS,
+    SCALES_OF_ROWS,
     Keeping,
     Operand,
     Products,
@@ -229,6 +230,8 @@ def _square_pieces(a: Operand, sizes: list[int]) -> list[Operand]:
 
 PIECES[ROWS] = _pieces
 PIECES[SQUARES] = _square_pieces
+SCALES_OF_ROWS[ROWS] = lambda a, first, end: a.scales[:, first : ceil4(end)].contiguous()  # type: ignore[index]
+SCALES_OF_ROWS[SQUARES] = lambda a, first, end: a.scales[first // BLOCK : blocks_of(end)]  # type: ignore[index]
 KEEPING[SQUARES] = Keeping(
     lambda shape: scale_shape(shape[0], shape[1], True),
     _turned,

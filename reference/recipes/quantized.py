@@ -247,6 +247,20 @@ def pieces_of(a: Operand, sizes: list[int]) -> list[Operand]:
     return [a._replace(codes=codes.contiguous()) for codes in a.codes.split(sizes, 1)]
 
 
+Rows = Callable[[Operand, int, int], torch.Tensor]
+SCALES_OF_ROWS: dict[str, Rows] = {}
+"""The scales of rows `first` to `end` - 1 of an operand, of layouts whose scales are those of blocks; `first` is a
+multiple of 128."""
+
+
+def rows_of_operand(a: Operand, first: int, end: int) -> Operand:
+    """Rows `first` to `end` - 1 of an operand."""
+    if (first, end) == (0, len(a.codes)):
+        return a
+    scales = SCALES_OF_ROWS[a.layout](a, first, end) if a.layout in SCALES_OF_ROWS else a.scales
+    return a._replace(codes=a.codes[first:end], scales=scales)
+
+
 def products(a: Operand, b: Operand) -> Products:
     """The GEMMs of two operands; a sentence where there are none."""
     found = PRODUCTS.get((a.layout, b.layout))

@@ -13,6 +13,7 @@ from shared.tensor_ranks import BF16, RECIPES, compare, in_one, numbers, on_rank
 
 import reference as te
 from reference.inspect.statistics import collect_stats
+from reference.parallel import chain
 from reference.recipe import Float8CurrentScaling, Float8RowwiseScaling
 
 SEQUENCE, BATCH, IN, OUT = 12, 3, 512, 512
@@ -321,6 +322,28 @@ def test_groups_of_some_ranks(dtype: torch.dtype, tmp_path: Path) -> None:
         whole = in_one(pairs, {"": (pair, dtype)})[""]
         of_pair = found[2 * pair : 2 * pair + 2]
         compare(f"pair {pair}", whole, of_pair, lambda name: dims_of_normed(("", "", True, ()), name))
+
+
+def banded(group: Any, count: int, rank: int, recipe: str, mode: str, rows: int) -> dict[str, torch.Tensor]:
+    """A step with so many tokens that the sums go through the ranks in bands, the last of them short."""
+    torch.manual_seed(3)
+    split = {"parameters_split": ("a", "b")} if mode == "column" else {}
+    layer = te.Linear(512, 512, tp_group=group, parallel_mode=mode, params_dtype=BF16, **split)  # type: ignore[arg-type]
+    x = part(numbers(1, rows, 512), None if mode == "column" else 1, rank, count).requires_grad_()
+    with te.autocast(enabled=RECIPES[recipe] is not None, recipe=RECIPES[recipe]):
+        y = layer(x)
+    y.backward(part(numbers(2, rows, 512), 1 if mode == "column" else None, rank, count, 2 if mode == "column" else 1))
+    return {"y": y.detach(), "dx": x.grad}  # type: ignore[dict-item]
+
+
+def test_sums_go_through_the_ranks_in_bands(tmp_path: Path) -> None:
+    assert chain.bands(128 * chain.BANDS + 130)[-1] == (1024, 1154)
+    assert chain.bands(300) == [(0, 128), (128, 256), (256, 300)]
+    cases = {f"{recipe} {mode}": (recipe, mode, 301) for recipe in RECIPES for mode in ("column", "row")}
+    whole, found = in_one(banded, cases), on_ranks(2, tmp_path, banded, cases)
+    for name, (_, mode, _) in cases.items():
+        dims = {"y": (1, 2), "dx": None} if mode == "column" else {"y": None, "dx": 1}
+        compare(name, whole[name], [one[name] for one in found], dims.__getitem__)
 
 
 def refused(group: Any, count: int, rank: int) -> dict[str, torch.Tensor]:
