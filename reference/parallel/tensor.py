@@ -95,6 +95,12 @@ class Shared(NamedTuple):
                 found[role.name] = Gathered(of_whole(one, self.group), self.group)
 
 
+def part_of(whole: torch.Tensor, dim: int, sizes: tuple[int, ...], rank: int, count: int) -> torch.Tensor:
+    """A rank's part of a weight: of each piece along `dim`, whose parts have these sizes, the rank-th of `count`."""
+    pieces = whole.split([size * count for size in sizes], dim)
+    return torch.cat([one.narrow(dim, rank * size, size) for one, size in zip(pieces, sizes, strict=True)], dim)
+
+
 def shared_quantizers(roles: Roles, quantizers: dict[str, Quantizer]) -> dict[str, Quantizer]:
     """A recipe's quantizers, as they are where ranks share linear maps."""
     for one in roles.gemms:

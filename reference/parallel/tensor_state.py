@@ -12,14 +12,15 @@ from typing import Any
 
 import torch
 
-from reference.nn.core.tensor_parallel import TensorParallel, part_of
+from reference.parallel.tensor import part_of
 
 
 def _partitions(model: torch.nn.Module) -> Iterator[tuple[str, int, tuple[int, ...]]]:
     """(name in a state, dimension along which ranks have parts, sizes of a rank's pieces) of each such parameter."""
     for prefix, module in model.named_modules():
-        if isinstance(module, TensorParallel) and module.tp_size > 1:
-            for name, (dim, sizes) in module.partitions().items():
+        one: Any = module
+        if getattr(one, "tp_size", 1) > 1 and hasattr(one, "partitions"):  # reference.nn.core.tensor_parallel
+            for name, (dim, sizes) in one.partitions().items():
                 yield f"{prefix}.{name}" if prefix else name, dim, sizes
 
 

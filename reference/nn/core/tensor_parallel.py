@@ -8,14 +8,8 @@ import torch.distributed as dist
 
 from reference.arguments import check_arguments
 from reference.nn.core.parameters import InitMethod
-from reference.parallel.tensor import Shared, cut_of
+from reference.parallel.tensor import Shared, cut_of, part_of
 from reference.support import groups
-
-
-def part_of(whole: torch.Tensor, dim: int, sizes: tuple[int, ...], rank: int, count: int) -> torch.Tensor:
-    """A rank's part of a weight: of each piece along `dim`, whose parts have these sizes, the rank-th of `count`."""
-    pieces = whole.split([size * count for size in sizes], dim)
-    return torch.cat([one.narrow(dim, rank * size, size) for one, size in zip(pieces, sizes, strict=True)], dim)
 
 
 class TensorParallel:
