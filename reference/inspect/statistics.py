@@ -162,6 +162,12 @@ class Statistics:
     def __enter__(self) -> "Statistics":
         if self._handle is not None:
             raise RuntimeError("collect_stats: it is open already; one `with` at a time is accepted.")
+        for name, module in self.model.named_modules():
+            if getattr(module, "tp_name", None) is not None:
+                raise NotImplementedError(
+                    f"collect_stats: {name or 'the model'} is shared by the ranks of a tensor-parallel group, none of "
+                    f"which has its tensors; a model with tp_size=1 is accepted."
+                )
         self._observer = _Observer(self.model, self.recipes)
         self._handle = self.model.register_forward_pre_hook(self._forward_begins)
         self._before = self.forwards

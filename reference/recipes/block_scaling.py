@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from reference.ops.casts.cast_blocks import BLOCK, blocks_of, scale_shape
+from reference.ops.casts.cast_blocks import BLOCK, blocks_of, ceil4, scale_shape
 from reference.ops.library import twin
 from reference.recipes.base import Format, MMParams, QParams, Recipe, check_recipe
 from reference.recipes.quantized import (
@@ -27,11 +27,13 @@ from reference.recipes.quantized import (
     KEEPING,
     PIECES,
     PRODUCTS,
+    SCALES_OF_ROWS,
     Keeping,
     Operand,
     Products,
     Quantized,
     dgrad,
+    end_plain,
     fprop,
 )
 from reference.recipes.quantizer import ActivationPlan, NormPlan, Produced, Quantizer
@@ -206,6 +208,10 @@ def _residual(a: Operand, b: Operand, *rest: Any) -> torch.Tensor:
     return twin.gemm_fp8_blocks_bias_dropout_add(*_operands(a, b), *rest)
 
 
+def _part(a: Operand, b: Operand, accumulator: torch.Tensor | None, accumulate: str) -> torch.Tensor:
+    return twin.gemm_fp8_blocks_part(*_operands(a, b), accumulator)  # type: ignore[no-any-return]
+
+
 def _turned(scales: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     """The scales of the transpose of codes of that shape in square blocks; they begin at the same corner."""
     rows, cols = shape
@@ -221,7 +227,25 @@ def _pieces(a: Operand, sizes: list[int]) -> list[Operand]:
     return [a._replace(codes=codes.contiguous(), scales=scales) for codes, scales in split]
 
 
+def _square_pieces(a: Operand, sizes: list[int]) -> list[Operand]:
+    """The same of square blocks, whose scales are padded to fours along the columns."""
+    assert a.scales is not None
+    found, first = [], 0
+    for codes in a.codes.split(sizes, 1):
+        scales = torch.zeros(
+            scale_shape(codes.shape[0], codes.shape[1], True), dtype=torch.float32, device=codes.device
+        )
+        count = blocks_of(codes.shape[1])
+        scales[:, :count] = a.scales[:, first : first + count]
+        found.append(a._replace(codes=codes.contiguous(), scales=scales))
+        first += count
+    return found
+
+
 PIECES[ROWS] = _pieces
+PIECES[SQUARES] = _square_pieces
+SCALES_OF_ROWS[ROWS] = lambda a, first, end: a.scales[:, first : ceil4(end)].contiguous()  # type: ignore[index]
+SCALES_OF_ROWS[SQUARES] = lambda a, first, end: a.scales[first // BLOCK : blocks_of(end)]  # type: ignore[index]
 KEEPING[SQUARES] = Keeping(
     lambda shape: scale_shape(shape[0], shape[1], True),
     _turned,
@@ -230,4 +254,4 @@ KEEPING[SQUARES] = Keeping(
 DEQUANTIZE[ROWS] = lambda a, dtype: twin.dequantize(a.codes, a.scales, False, dtype)
 DEQUANTIZE[SQUARES] = lambda a, dtype: twin.dequantize(a.codes, a.scales, True, dtype)
 for _layouts in ((ROWS, ROWS), (ROWS, SQUARES), (SQUARES, ROWS)):
-    PRODUCTS[_layouts] = Products(_multiply, _add, torch.bfloat16, _residual)
+    PRODUCTS[_layouts] = Products(_multiply, _add, torch.bfloat16, _residual, _part, end_plain)

@@ -138,6 +138,9 @@ class DotProductAttention(OfCoreAttention, ContextGroup, FP8Attention):
         zeros = None if softmax_type == "vanilla" else self._zeros(device)
         self.softmax_offset = torch.nn.Parameter(zeros) if softmax_type == "learnable" and zeros is not None else zeros
 
+    of_heads: tuple[int, int, int] | None = None
+    """Where ranks have some of the heads: how many are here, how many there are, which is the first here."""
+
     def _zeros(self, device: torch.device) -> torch.Tensor:
         with torch.inference_mode(False):
             return torch.zeros(self.num_attention_heads, dtype=torch.float32, device=device)
@@ -357,6 +360,8 @@ class DotProductAttention(OfCoreAttention, ContextGroup, FP8Attention):
         """The newly seeded state from which `twin::attention` drops in this forward; None where it drops nothing."""
         if core.p == 0 or core.backend == "cudnn":
             return None
+        if self.of_heads is not None:
+            self.generator.at(*self.of_heads)
         self.generator.draw(inp.device)
         return self.generator.take()
 
