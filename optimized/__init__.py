@@ -19,7 +19,7 @@ import optimized.ops
 import reference
 from optimized.cuda import device as _device
 from optimized.cuda import precompile as _ahead
-from optimized.tapes import Player as _Player
+from optimized.tapes import TapeRunner as _TapeRunner
 from reference import (  # noqa: F401
     CudaRNGStatesTracker,
     DelayedScaling,
@@ -77,7 +77,7 @@ __all__ += reference.__all__  # as type checkers read it
 
 # For `from optimized.recipe import DelayedScaling`: the modules themselves, under this name too.
 sys.modules.update({f"{__name__}.{name}": globals()[name] for name in ("recipe", "optimizers", "quantization", "fp8")})
-_autograd.register(_Player())
+_autograd.register(_TapeRunner())
 not_offered.explain(__name__)
 
 

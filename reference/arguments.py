@@ -49,7 +49,7 @@ _OFF: list[tuple[tuple[Any, ...], str]] = [
     ((True, False), "TransformerLayer.ub_overlap_rs_dgrad TransformerLayer.ub_bulk_wgrad"),
     ((True,), "fast_zero_fill materialize_master_grads"),
     ((0,), "sm_margin cp_rank"),
-    ((1,), "tp_size cp_size"),
+    ((1,), "cp_size DotProductAttention.tp_size"),
     ((1, None), "num_splits"),
     ((0.0, None), "softcap"),
     (("auto",), "thd_attention_policy_dispatch"),
@@ -175,6 +175,11 @@ _ONE_RANK = Rule(
     lambda x: x is None or dist.get_world_size(x) == 1,
     "None and a process group of one rank are accepted (tensor and context parallelism are not offered)",
 )
+_GROUP = Rule(
+    lambda x: x is None or is_group(x),
+    lambda x: x is None or dist.get_world_size(x) > 0,
+    "None and a process group of which this process is a rank are accepted",
+)
 _ONE_OF_RANKS = Rule(
     lambda x: x is None or (isinstance(x, (list, tuple)) and all(map(is_int, x))),
     lambda x: x is None or len(x) == 1,
@@ -189,6 +194,9 @@ _CLAMP = Rule(
 _STREAM = Rule(lambda x: x is None or isinstance(x, torch.Stream), _any, "None and a CUDA stream are accepted")
 _NAMES: list[tuple[Rule, str]] = [
     (_ONE_RANK, "tp_group cp_group"),
+    (_GROUP, "Linear.tp_group LayerNormLinear.tp_group LayerNormMLP.tp_group MultiheadAttention.tp_group"),
+    (_GROUP, "TransformerLayer.tp_group"),
+    (_SIZE, "tp_size"),
     (_ONE_OF_RANKS, "cp_global_ranks"),
     (_STREAM, "cp_stream"),
     (_one_of("p2p", "all_gather", "a2a", "a2a+p2p"), "cp_comm_type"),

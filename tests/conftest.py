@@ -192,11 +192,11 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture
-def same_player() -> Iterator[None]:
-    """Whatever a test does, the usual player is back."""
-    before = autograd.player
+def same_runner() -> Iterator[None]:
+    """Whatever a test does, the usual runner is back."""
+    before = autograd.runner
     yield
-    assert autograd.player is before
+    assert autograd.runner is before
 
 
 @pytest.fixture

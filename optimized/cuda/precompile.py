@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from optimized.cuda import compiler, launch
 from reference.memory import recompute
-from reference.nn.attentions import attention_block
+from reference.nn.attentions import multihead_pair
 from reference.nn.transformer import halves
 from reference.recipes.quantized import Parts, Quantized
 from reference.support import notice
@@ -190,7 +190,7 @@ def _following(forward: Any, plan: Any, context: Any, x: Any) -> Any:
     or where it is recomputed, which would record the additional call.
     """
     layer = running.layer
-    if layer is None or forward is not attention_block.forward or layer.layer_type != "encoder" or recompute.active():
+    if layer is None or forward is not multihead_pair.forward or layer.layer_type != "encoder" or recompute.active():
         return None
     mlp, first, trains = layer.layernorm_mlp, context.modules[0], any(plan.needs)
     is_first = True if first._is_first else first.is_first_microbatch

@@ -5,20 +5,20 @@ addresses of its tensors. So a call that agrees in all of them with an earlier o
 over a list of launches can make them: with other addresses in their arguments, if only these differ. Such a loop skips
 the layer's Python, which dominates small layers.
 
-    watch.py     what a function does on the GPU besides launching
-    memory.py    where its tensors lie
-    launches.py  a tape: its launches, which are made again one by one or as a CUDA graph
-    collectives.py  a collective of torch.distributed on it
-    relocation.py  a tape at other addresses
-    calls.py     which calls agree: the one cache of tapes
-    player.py    runs the pairs of `reference.nn.core.autograd`
+    tape_recorder.py  records a tape: what a function does on the GPU besides launching, and in which memory
+    tape.py           a tape: its launches, and how they are played, one by one or as a CUDA graph
+    collectives.py    a collective of torch.distributed on it
+    relocation.py     a tape at other addresses
+    memory.py         where a call's tensors lie
+    call_groups.py    which calls agree, and so whether a call runs, is recorded or is played: the one cache of tapes
+    runner.py         runs the pairs of `reference.nn.core.autograd` so
 
 docs/tapes.md explains it as a whole.
 """
 
-from optimized.tapes.calls import relaunch
+from optimized.tapes.call_groups import relaunch
 from optimized.tapes.collectives import collective
-from optimized.tapes.launches import Launches
-from optimized.tapes.player import Player
+from optimized.tapes.runner import TapeRunner
+from optimized.tapes.tape import Tape
 
-__all__ = ["Launches", "Player", "collective", "relaunch"]
+__all__ = ["Tape", "TapeRunner", "collective", "relaunch"]

@@ -17,18 +17,18 @@ import numpy as np
 import torch
 
 from optimized.cuda import launch, tensor_map
-from optimized.tapes.launches import Launches
 from optimized.tapes.memory import storage_of
+from optimized.tapes.tape import Tape
 
 _WORD, _STRUCT, _MAP = 8, 64, 128  # bytes of a scalar, of what a struct starts at a multiple of, of a tensor map
 _REMAINDER = 15  # of an address, in a mask
 
 
-class Fixed(Exception):
+class NotRelocatable(Exception):
     """A tape that serves its own addresses only."""
 
 
-class Tensors:
+class RecordedTensors:
     """Where the tensors of the recorded call lay.
 
     Args:
@@ -47,7 +47,7 @@ class Tensors:
         """The number of a tensor and the offset in it; None where it lies elsewhere.
 
         Raises:
-            Fixed: it lies in a tensor's storage, outside of the tensor.
+            NotRelocatable: it lies in a tensor's storage, outside of the tensor.
         """
         if address < self._least:  # it is another number
             return None
@@ -56,7 +56,7 @@ class Tensors:
                 return number, address - start
         for start, size in zip(self.storages, self._sizes, strict=True):
             if start <= address < start + size:
-                raise Fixed
+                raise NotRelocatable
         return None
 
     def are_like(self, addresses: Sequence[int], tensors: Sequence[torch.Tensor]) -> bool:
@@ -88,15 +88,15 @@ def _ones(addresses: Sequence[int]) -> list[int]:
     return [last[one] for one in addresses]
 
 
-class Relative:
+class RelocatableTape:
     """A recorded tape by the tensors of its call.
 
     Raises:
-        Fixed: it cannot be moved.
+        NotRelocatable: it cannot be moved.
     """
 
-    def __init__(self, tape: Launches, tensors: Sequence[torch.Tensor]) -> None:
-        self._tensors = Tensors(tensors)
+    def __init__(self, tape: Tape, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors = RecordedTensors(tensors)
         self._entries = tape.entries
         self._places: list[tuple[int, int, int]] = []  # of an address: its word, the tensor, the offset
         self._maps: list[tuple[int, int, int]] = []  # of a tensor map: its first byte, the tensor, the offset
@@ -107,8 +107,8 @@ class Relative:
             self._first.append(len(starts))
             if not isinstance(entry, launch.Launch):
                 if not hasattr(entry, "moved"):
-                    raise Fixed
-                entry.moved(lambda address: self._moved(address, self._tensors.addresses))  # may be Fixed, too
+                    raise NotRelocatable
+                entry.moved(lambda address: self._moved(address, self._tensors.addresses))  # may be NotRelocatable, too
                 continue
             for argument, scalar in zip(entry.args, entry.scalars, strict=True):
                 is_struct = isinstance(argument, launch.ByValue)
@@ -133,7 +133,7 @@ class Relative:
     def _add_struct(self, start: int, struct: launch.ByValue) -> None:
         storage, maps = struct.storage, dict(struct.maps)
         if not storage.flags.c_contiguous or (storage.dtype == np.uint8 and storage.nbytes != _MAP * len(maps)):
-            raise Fixed
+            raise NotRelocatable
         for first, address in maps.items():
             found = self._tensors.find(address)
             if found is not None:
@@ -143,14 +143,14 @@ class Relative:
             if any(first <= at < first + _MAP for first in maps):
                 continue
             if at % _WORD:
-                raise Fixed
+                raise NotRelocatable
             self._add_address(start + at, int.from_bytes(data[at : at + _WORD], "little"))
 
     def _moved(self, address: int, addresses: Sequence[int]) -> int:
         found = self._tensors.find(address)
         return address if found is None else addresses[found[0]] + found[1]
 
-    def at(self, addresses: Sequence[int], tensors: Sequence[torch.Tensor]) -> Launches | None:
+    def at(self, addresses: Sequence[int], tensors: Sequence[torch.Tensor]) -> Tape | None:
         """The tape for a call whose tensors lie at other addresses; None if it is not the same but for these."""
         if not self._tensors.are_like(addresses, tensors):
             return None
@@ -165,7 +165,7 @@ class Relative:
                 tensor_map.replace_address(base + start, addresses[number] + offset)
         pointers = self._starts + base
         first, kept = pointers.ctypes.data, (pointers, room)
-        tape = Launches()
+        tape = Tape()
         for entry, number in zip(self._entries, self._first, strict=True):
             if isinstance(entry, launch.Launch):
                 tape.append(entry.with_arguments(first + _WORD * number, kept))

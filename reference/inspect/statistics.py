@@ -10,7 +10,7 @@ defines them). They compare the codes that the GEMMs read with the tensor that t
 a norm or an activation in the activation dtype; a weight in its own dtype.
 
 A measured step runs op by op and has the bits of any other step. Between two measured steps nothing is different: the
-player of `reference.nn.core.autograd` is the usual one, so tapes are played. Values stay on the device until they are
+runner of `reference.nn.core.autograd` is the usual one, so tapes are played. Values stay on the device until they are
 read.
 """
 
@@ -162,6 +162,12 @@ class Statistics:
     def __enter__(self) -> "Statistics":
         if self._handle is not None:
             raise RuntimeError("collect_stats: it is open already; one `with` at a time is accepted.")
+        for name, module in self.model.named_modules():
+            if getattr(module, "tp_name", None) is not None:
+                raise NotImplementedError(
+                    f"collect_stats: {name or 'the model'} is shared by the ranks of a tensor-parallel group, none of "
+                    f"which has its tensors; a model with tp_size=1 is accepted."
+                )
         self._observer = _Observer(self.model, self.recipes)
         self._handle = self.model.register_forward_pre_hook(self._forward_begins)
         self._before = self.forwards

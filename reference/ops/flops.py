@@ -17,7 +17,7 @@ from torch.utils.flop_counter import register_flop_formula, sdpa_backward_flop_c
 
 from reference.ops.attentions import attention, attention_backward, attention_fp8, attention_fp8_backward  # noqa: F401  (declares the ops)
 from reference.ops.attentions.attention_options import Options
-from reference.ops.gemms import gemm, gemm_block_formats, gemm_fp8, gemm_fp8_blocks, gemm_fp8_rowwise, gemm_fused  # noqa: F401  (declares the ops)
+from reference.ops.gemms import gemm_block_formats, gemm_fp8_rowwise, gemm_fused, gemm_part  # noqa: F401  (declares the ops)
 
 Shape = tuple[int, ...]
 _GEMMS = (
@@ -26,6 +26,7 @@ _GEMMS = (
     *("gemm_fp8_blocks", "gemm_fp8_blocks_accumulate", "gemm_fp8_blocks_bias_dropout_add"),
     *("gemm_fp8_rowwise", "gemm_fp8_rowwise_accumulate"),
     *("gemm_mxfp8", "gemm_mxfp8_accumulate"),
+    *("gemm_part", "gemm_fp8_part", "gemm_fp8_blocks_part"),
 )
 
 

@@ -6,9 +6,9 @@
     GEMMs               `reference.ops.gemms.gemm_fp8_blocks`: chains of K = 128, each multiplied by its two scales
 
 There is no state between steps. The results of norms and activations are rounded to the activation dtype before they
-are cast, as under current scaling; an activation and its gradient are in no memory then
-(`reference.ops.activations.activation_cast_blocks`), nor are the gradients of q, k and v side by side. A token's scales
-are of that token alone, so its words do not depend on the batch.
+are cast, as under current scaling. Where a backward follows, a norm's result (`reference.ops.norms.norm_cast_blocks`),
+an activation and its gradient (`reference.ops.activations.activation_cast_blocks`) are in no memory then, nor are the
+gradients of q, k and v side by side. A token's scales are of that token alone, so its words do not depend on the batch.
 
 Names, defaults and meaning are Transformer Engine's (`transformer_engine.common.recipe.Float8BlockScaling`).
 """
@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from reference.ops.casts.cast_blocks import BLOCK, blocks_of, scale_shape
+from reference.ops.casts.cast_blocks import BLOCK, blocks_of, ceil4, scale_shape
 from reference.ops.library import twin
 from reference.recipes.base import Format, MMParams, QParams, Recipe, check_recipe
 from reference.recipes.quantized import (
@@ -27,14 +27,16 @@ from reference.recipes.quantized import (
     KEEPING,
     PIECES,
     PRODUCTS,
+    SCALES_OF_ROWS,
     Keeping,
     Operand,
     Products,
     Quantized,
     dgrad,
+    end_plain,
     fprop,
 )
-from reference.recipes.quantizer import ActivationPlan, Produced, Quantizer
+from reference.recipes.quantizer import ActivationPlan, NormPlan, Produced, Quantizer
 from reference.recipes.roles import Role
 
 ROWS = "blocks of 1 × 128"
@@ -136,6 +138,20 @@ class InBlocks(Quantizer):
             return Quantized(Operand(q, scale_inv, layout), None)
         return _both(twin.cast_blocks_transpose(x, *how), layout)
 
+    def norm(
+        self,
+        x: torch.Tensor,
+        gamma: torch.Tensor,
+        beta: torch.Tensor | None,
+        plan: NormPlan,
+        dtype: torch.dtype,
+        transpose: bool,
+    ) -> tuple[Quantized, torch.Tensor, torch.Tensor]:
+        if self.square or not transpose or x.dtype != dtype:
+            return super().norm(x, gamma, beta, plan, dtype, transpose)
+        *cast, mean, rstd = twin.norm_cast_blocks_transpose(x, gamma, beta, *plan, self.dtype, self.dialect, 0.0)
+        return _both(cast), mean, rstd
+
     def activation(
         self, x: Quantized, w: Quantized, bias: torch.Tensor | None, plan: ActivationPlan, transpose: bool
     ) -> tuple[torch.Tensor, Quantized]:
@@ -192,6 +208,10 @@ def _residual(a: Operand, b: Operand, *rest: Any) -> torch.Tensor:
     return twin.gemm_fp8_blocks_bias_dropout_add(*_operands(a, b), *rest)
 
 
+def _part(a: Operand, b: Operand, accumulator: torch.Tensor | None, accumulate: str) -> torch.Tensor:
+    return twin.gemm_fp8_blocks_part(*_operands(a, b), accumulator)  # type: ignore[no-any-return]
+
+
 def _turned(scales: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     """The scales of the transpose of codes of that shape in square blocks; they begin at the same corner."""
     rows, cols = shape
@@ -207,7 +227,25 @@ def _pieces(a: Operand, sizes: list[int]) -> list[Operand]:
     return [a._replace(codes=codes.contiguous(), scales=scales) for codes, scales in split]
 
 
+def _square_pieces(a: Operand, sizes: list[int]) -> list[Operand]:
+    """The same of square blocks, whose scales are padded to fours along the columns."""
+    assert a.scales is not None
+    found, first = [], 0
+    for codes in a.codes.split(sizes, 1):
+        scales = torch.zeros(
+            scale_shape(codes.shape[0], codes.shape[1], True), dtype=torch.float32, device=codes.device
+        )
+        count = blocks_of(codes.shape[1])
+        scales[:, :count] = a.scales[:, first : first + count]
+        found.append(a._replace(codes=codes.contiguous(), scales=scales))
+        first += count
+    return found
+
+
 PIECES[ROWS] = _pieces
+PIECES[SQUARES] = _square_pieces
+SCALES_OF_ROWS[ROWS] = lambda a, first, end: a.scales[:, first : ceil4(end)].contiguous()  # type: ignore[index]
+SCALES_OF_ROWS[SQUARES] = lambda a, first, end: a.scales[first // BLOCK : blocks_of(end)]  # type: ignore[index]
 KEEPING[SQUARES] = Keeping(
     lambda shape: scale_shape(shape[0], shape[1], True),
     _turned,
@@ -216,4 +254,4 @@ KEEPING[SQUARES] = Keeping(
 DEQUANTIZE[ROWS] = lambda a, dtype: twin.dequantize(a.codes, a.scales, False, dtype)
 DEQUANTIZE[SQUARES] = lambda a, dtype: twin.dequantize(a.codes, a.scales, True, dtype)
 for _layouts in ((ROWS, ROWS), (ROWS, SQUARES), (SQUARES, ROWS)):
-    PRODUCTS[_layouts] = Products(_multiply, _add, torch.bfloat16, _residual)
+    PRODUCTS[_layouts] = Products(_multiply, _add, torch.bfloat16, _residual, _part, end_plain)

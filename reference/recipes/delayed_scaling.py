@@ -114,11 +114,11 @@ class DelayedScaling(Recipe):
                 meta.fit(its_max)
         histories = [meta.amax_history for meta in metas]
         if self.reduce_amax and dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
-            _reduce(histories, group)
+            reduce_amaxes(histories, group)
         twin.scale_update([meta.scale for meta in metas], histories, fp8_max, self.margin, self.amax_compute_algo)
 
 
-def _reduce(histories: list[torch.Tensor], group: Any) -> None:
+def reduce_amaxes(histories: list[torch.Tensor], group: Any) -> None:
     """Take the maximum of every row 0 over the process group, in one collective."""
     amaxes = torch.cat([history[0] for history in histories])
     dist.all_reduce(amaxes, op=dist.ReduceOp.MAX, group=group)

@@ -108,11 +108,15 @@ def stacked(parts: list[torch.Tensor], dim: int = 0) -> torch.Tensor:
 
 
 class Accumulation(NamedTuple):
-    """How each GEMM of a linear layer accumulates in FP8: "fast" or "split" (`reference.ops.gemms.gemm_fp8`)."""
+    """How each GEMM of a linear layer accumulates in FP8: "fast" or "split" (`reference.ops.gemms.gemm_fp8`).
+
+    `shared`: which ranks have parts of the layer (`reference.parallel.tensor.Shared`); None where one has all of it.
+    """
 
     fprop: str = "fast"
     dgrad: str = "split"
     wgrad: str = "split"
+    shared: Any = None
 
 
 class Products(NamedTuple):
@@ -124,12 +128,16 @@ class Products(NamedTuple):
         bias_of_fp32: the dtype to which a bias is rounded where the result is fp32.
         residual: None, or (a, b, bias, residual, out_dtype, p, rng_state) → residual + dropout(a·bᵀ + bias), with fast
             accumulation where `multiply` has a choice.
+        part: None, or (a, b, accumulator, accumulate) → fp32 accumulators `[m, n]`, from zero or from `accumulator`.
+        end: (accumulator, a, b, bias, out_dtype) → what `multiply` makes of the last part's accumulators.
     """
 
     multiply: Callable[..., torch.Tensor]
     add: Callable[..., None]
     bias_of_fp32: torch.dtype
     residual: Callable[..., torch.Tensor] | None = None
+    part: Callable[..., torch.Tensor] | None = None
+    end: Callable[..., torch.Tensor] | None = None
 
 
 def _multiply_plain(
@@ -162,10 +170,34 @@ def _residual_fp8(a: Operand, b: Operand, *rest: Any) -> torch.Tensor:
     return twin.gemm_fp8_bias_dropout_add(a.codes, b.codes, a.scales, b.scales, *rest)
 
 
+def _part_plain(a: Operand, b: Operand, accumulator: torch.Tensor | None, accumulate: str) -> torch.Tensor:
+    if a.codes.dtype != torch.float32:
+        return twin.gemm_part(a.codes, b.codes, accumulator)  # type: ignore[no-any-return]
+    product = torch.nn.functional.linear(a.codes, b.codes)
+    return product if accumulator is None else accumulator + product
+
+
+def end_plain(
+    accumulator: torch.Tensor, a: Operand, b: Operand, bias: torch.Tensor | None, out_dtype: torch.dtype
+) -> torch.Tensor:
+    """`Products.end` where the accumulators have the scales in them, or there are none."""
+    return twin.end_gemm(accumulator, None, None, bias, out_dtype)  # type: ignore[no-any-return]
+
+
+def _part_fp8(a: Operand, b: Operand, accumulator: torch.Tensor | None, accumulate: str) -> torch.Tensor:
+    return twin.gemm_fp8_part(a.codes, b.codes, accumulator, accumulate)  # type: ignore[no-any-return]
+
+
+def _end_fp8(
+    accumulator: torch.Tensor, a: Operand, b: Operand, bias: torch.Tensor | None, out_dtype: torch.dtype
+) -> torch.Tensor:
+    return twin.end_gemm(accumulator, a.scales, b.scales, bias, out_dtype)  # type: ignore[no-any-return]
+
+
 PRODUCTS: dict[tuple[str, str], Products] = {
-    (PLAIN, PLAIN): Products(_multiply_plain, _add_plain, torch.float32),
+    (PLAIN, PLAIN): Products(_multiply_plain, _add_plain, torch.float32, None, _part_plain, end_plain),
     # cuBLAS takes no fp32 bias in FP8
-    (PER_TENSOR, PER_TENSOR): Products(_multiply_fp8, _add_fp8, torch.bfloat16, _residual_fp8),
+    (PER_TENSOR, PER_TENSOR): Products(_multiply_fp8, _add_fp8, torch.bfloat16, _residual_fp8, _part_fp8, _end_fp8),
 }
 """The GEMMs by the layouts of their operands; a recipe's file adds its own."""
 
@@ -215,6 +247,20 @@ def pieces_of(a: Operand, sizes: list[int]) -> list[Operand]:
     return [a._replace(codes=codes.contiguous()) for codes in a.codes.split(sizes, 1)]
 
 
+Rows = Callable[[Operand, int, int], torch.Tensor]
+SCALES_OF_ROWS: dict[str, Rows] = {}
+"""The scales of rows `first` to `end` - 1 of an operand, of layouts whose scales are those of blocks; `first` is a
+multiple of 128."""
+
+
+def rows_of_operand(a: Operand, first: int, end: int) -> Operand:
+    """Rows `first` to `end` - 1 of an operand."""
+    if (first, end) == (0, len(a.codes)):
+        return a
+    scales = SCALES_OF_ROWS[a.layout](a, first, end) if a.layout in SCALES_OF_ROWS else a.scales
+    return a._replace(codes=a.codes[first:end], scales=scales)
+
+
 def products(a: Operand, b: Operand) -> Products:
     """The GEMMs of two operands; a sentence where there are none."""
     found = PRODUCTS.get((a.layout, b.layout))
@@ -244,7 +290,10 @@ def fprop(
 ) -> torch.Tensor:
     """y `[tokens, out]`."""
     if not isinstance(w.row, Stacked):
-        return gemm(x.row, w.row, gemm_bias(x.row, w.row, bias, out_dtype), out_dtype, how.fprop)
+        bias = gemm_bias(x.row, w.row, bias, out_dtype)
+        if how.shared is not None and how.shared.splits_input:
+            return how.shared.chain(x.row, w.row, bias, out_dtype, how.fprop)  # type: ignore[no-any-return]
+        return gemm(x.row, w.row, bias, out_dtype, how.fprop)
     rows = [len(one.codes) for one in w.row.parts]
     biases = [None] * len(rows) if bias is None else bias.split(rows)
     parts = zip(w.row.parts, biases, strict=True)
@@ -272,7 +321,7 @@ def fprop_residual(
     rest = (dropout.p, state_or_none(dropout.state, residual))
     bias = None if bias is None else as_dtype(bias, out_dtype)
     fused = products(x.row, w.row).residual
-    if fused is not None and how.fprop == "fast" and dropout.kept is None:
+    if fused is not None and how.fprop == "fast" and dropout.kept is None and how.shared is None:
         return fused(x.row, w.row, bias, residual, out_dtype, *rest)
     return twin.bias_dropout_add(fprop(x, w, None, out_dtype, how), bias, residual, *rest, dropout.kept)
 
@@ -281,6 +330,8 @@ def dgrad(g: Quantized, w: Operand | Stacked | None, out_dtype: torch.dtype, how
     """dx `[tokens, in]`; w is a weight's `column`."""
     assert w is not None
     if not isinstance(w, Stacked):
+        if how.shared is not None and not how.shared.splits_input:
+            return how.shared.chain(g.row, w, None, out_dtype, how.dgrad)  # type: ignore[no-any-return]
         return gemm(g.row, w, None, out_dtype, how.dgrad)
     rows = [one.codes.shape[1] for one in w.parts]
     first, *others = zip(pieces_of(g.row, rows), w.parts, strict=True)

@@ -12,7 +12,7 @@ forward, `input, weight, output` of each, and 2·n backward, `grad_output, grad_
 """
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 FORWARD_TENSORS = ("input", "weight", "output")
 BACKWARD_TENSORS = ("grad_output", "grad_input")
@@ -43,16 +43,20 @@ class Role(NamedTuple):
 
 
 class GemmRoles(NamedTuple):
-    """The tensors of one linear map, which is three GEMMs, and the name of the parameter that is its weight."""
+    """The tensors of one linear map, which is three GEMMs, and the name of the parameter that is its weight.
+
+    `shared`: which ranks have parts of it (`reference.parallel.tensor.Shared`); None where one has all of it.
+    """
 
     part: str
     parameter: str
     input: Role
     weight: Role
     grad: Role
+    shared: Any = None
 
 
-def linear_map(part: str, parameter: str, slot: int = 0) -> GemmRoles:
+def linear_map(part: str, parameter: str, slot: int = 0, shared: Any = None) -> GemmRoles:
     """The roles of a layer's `slot`-th linear map."""
     of_input = len(FORWARD_TENSORS) * slot
     return GemmRoles(
@@ -61,6 +65,7 @@ def linear_map(part: str, parameter: str, slot: int = 0) -> GemmRoles:
         Role(part, "input", of_input),
         Role(part, "weight", of_input + FORWARD_TENSORS.index("weight")),
         Role(part, "grad_output", len(BACKWARD_TENSORS) * slot),
+        shared,
     )
 
 

@@ -79,8 +79,8 @@ class Float8RowwiseScaling(Recipe):
         return super().reads_dtype or self.high_precision_weight_gradient
 
     def quantizer(self, role: Role, state: Any) -> "ByRows":
-        kind = OneScaleBackward if self.high_precision_weight_gradient and role.tensor == "weight" else ByRows
-        return kind(self.codes(role.is_forward)[0])
+        cls = OneScaleBackward if self.high_precision_weight_gradient and role.tensor == "weight" else ByRows
+        return cls(self.codes(role.is_forward)[0])
 
     def quantizers(self, roles: Roles, forward: Any, backward: Any, dtype: torch.dtype) -> dict[str, Quantizer]:
         found = super().quantizers(roles, forward, backward, dtype)

@@ -12,9 +12,11 @@ from typing import Any, NamedTuple
 import torch
 
 from reference.recipes.base import Recipe
+from reference.recipes.delayed_scaling import reduce_amaxes
 from reference.recipes.roles import BACKWARD_TENSORS, FORWARD_TENSORS
-from reference.state.applied_device import byte_after
+from reference.state.target_device import probe_target
 from reference.state.threads import Thread, here
+from reference.support import groups
 
 KEYS = ("scaling_fwd", "scaling_bwd")
 
@@ -102,7 +104,7 @@ class FP8TensorMeta:
 
     def apply(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Follow `nn.Module._apply`'s function to its device or into shared memory; dtypes stay fp32."""
-        like = byte_after(fn, self.scale.device)
+        like = probe_target(fn, self.scale.device)
         self.to(like.device)
         if like.device.type == "cpu" and like.is_shared():
             self.scale.share_memory_()
@@ -204,6 +206,7 @@ def update(forward: bool, thread: int) -> None:
     """
     key = KEYS[0] if forward else KEYS[1]
     buckets: list[tuple[Recipe, Any, torch.device, list[FP8TensorMeta]]] = []
+    shared: dict[tuple[str, torch.device], list[torch.Tensor]] = {}
     for reference in list(_MODULES):
         module = reference()
         if module is None or module._membership is None or module._membership.thread.number != thread:
@@ -213,11 +216,16 @@ def update(forward: bool, thread: int) -> None:
             continue
         meta: FP8TensorMeta = module.fp8_meta[key]
         device = meta.scale.device
+        tp_name = getattr(module, "tp_name", None)
+        if tp_name is not None:  # ranks that share tensors have one scale, whatever the recipe says of other groups
+            shared.setdefault((tp_name, device), []).append(meta.amax_history)
         for one, its_group, its_device, metas in reversed(buckets):
             if its_group is group and its_device == device and (one is recipe or one == recipe):
                 metas.append(meta)
                 break
         else:
             buckets.append((recipe, group, device, [meta]))
+    for (tp_name, _), histories in shared.items():
+        reduce_amaxes(histories, groups.group_of(tp_name))
     for recipe, group, _, metas in buckets:
         recipe.update(forward, metas, group)

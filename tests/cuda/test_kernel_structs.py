@@ -20,8 +20,10 @@ from optimized.ops.optimizers import adafactor, adam, adam_states, clip_grads, g
 GEMMS = (
     "gemm_fp8",
     "gemm_fp8_blocks",
+    "gemm_fp8_blocks_part",
     "gemm_fp8_blocks_fused",
     "gemm_fp8_fused",
+    "gemm_fp8_part",
     "gemm_fp8_rowwise",
     "gemm_fp8_split_k",
 )

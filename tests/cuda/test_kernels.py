@@ -36,6 +36,7 @@ SPILLING = [
     for kernel, defines in ALL
     if (kernel in ("attention", "attention_backward") and (defines["DROPOUT"], defines["D_CHUNKS"]) == (1, 1))
     or (kernel == "attention" and "LENGTHS" in defines)
+    or (kernel == "attention_wide" and "PACKED" in defines)
     or (kernel == "attention_backward" and ({"HEADS_APART", "LENGTHS"} <= defines.keys() or "PACKED" in defines))
 ]
 

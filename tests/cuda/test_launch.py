@@ -12,7 +12,7 @@ from shared.bits import assert_same_bits
 import optimized
 from optimized.cuda import device, launch, tensor_map
 from optimized.ops.casts.cast_transpose import tile_grid
-from optimized.tapes import Launches
+from optimized.tapes import Tape
 
 twin = torch.ops.twin
 
@@ -230,7 +230,7 @@ def test_recorded_launches_are_made_again_on_any_stream_and_inside_a_capture() -
         return [scale, *(t for column in range(3) for t in twin.cast_transpose(x, scale, history, column, E4M3))]
 
     x, history = torch.randn(130, 256, device="cuda").bfloat16(), torch.zeros(5, 3, device="cuda")
-    launches = Launches()
+    launches = Tape()
     with launch.recording(launches):
         out = casts(x, history)
     captured, other = torch.cuda.CUDAGraph(), torch.cuda.Stream()

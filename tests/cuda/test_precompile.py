@@ -295,7 +295,7 @@ def test_dry_passes_end_where_everything_is_compiled(monkeypatch: pytest.MonkeyP
 
 def test_plain_runs_have_no_use_for_the_other_function() -> None:
     x = torch.ones(1)
-    out, saved, _ = autograd.Plain().forward(lambda plan, context, x: (x, (x,)), None, BlockContext(), (x,), None)  # type: ignore[arg-type]
+    out, saved, _ = autograd.Runner().forward(lambda plan, context, x: (x, (x,)), None, BlockContext(), (x,), None)  # type: ignore[arg-type]
     assert out is saved[0] is x
 
 

@@ -21,7 +21,7 @@ from simulator import Simulator
 
 import optimized
 import reference as te
-from optimized.tapes import calls
+from optimized.tapes import call_groups
 from reference.float8.kept_tensor import KeptTensor
 from reference.recipes.current_scaling import Current
 from reference.recipes.quantized import (
@@ -273,7 +273,7 @@ def test_compiled_it_has_the_bits_of_eager_mode(kind: str, enabled: bool) -> Non
 def test_it_is_played_from_tapes_and_casts_no_weight(kind: str) -> None:
     lines = []
     for tapes in (False, True):
-        calls._groups.clear()
+        call_groups._groups.clear()
         with DryGpu() as gpu, te.quantized_model_init(recipe=RECIPES[kind]):
             if tapes:
                 gpu.tapes()
@@ -288,9 +288,9 @@ def test_it_is_played_from_tapes_and_casts_no_weight(kind: str) -> None:
                 x.grad = y = None
             lines.append([found[2] for line in gpu.lines if (found := re.match(r"(again )?(\w+)\.\w+ \[", line))])
             if tapes:
-                assert calls._groups
-                assert all(group.usable and group.hits for group in calls._groups.values())
-    calls._groups.clear()
+                assert call_groups._groups
+                assert all(group.usable and group.hits for group in call_groups._groups.values())
+    call_groups._groups.clear()
     assert lines[0] == lines[1]
     casts = [name for name in lines[0] if "cast" in name and "kept" not in name]
     assert len(casts) == 4, "two inputs and two gradients"

@@ -45,14 +45,14 @@ def results(recording: file.Recording) -> dict[str, list[tuple[int, int]]]:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("number", [1, 2, 3])
 def test_the_step_of_a_loop_is_recorded_with_its_bits(number: int, tmp_path: Path, same_bits) -> None:
-    player = autograd.player
+    runner = autograd.runner
     model, optimizer = prepared()
     found = loop(te.record(model, tmp_path / "a", optimizer, step=number), model, optimizer)
     recording, result = replayed(tmp_path / "a")
     assert result.equal
     assert sum(op.name == "twin::adam" for op in recording.ops) == 1
     assert sum(op.name == "twin::attention" for op in recording.ops) == 2  # microbatches
-    assert autograd.player is player
+    assert autograd.runner is runner
 
     # As if the block were around that step alone, and as if nothing were recorded.
     model, optimizer = prepared()

@@ -300,7 +300,7 @@ def test_bad_arguments(change: dict[str, Any], error: type[Exception], sentence:
 
 
 def test_one_step_at_a_time_and_of_ours(tmp_path: Path) -> None:
-    model, player = made("Linear"), autograd.player
+    model, runner = made("Linear"), autograd.runner
     with te.record(model, tmp_path / "a"):
         with pytest.raises(RuntimeError, match=r"another step is being recorded"), te.record(model, tmp_path / "b"):
             pass
@@ -310,7 +310,7 @@ def test_one_step_at_a_time_and_of_ours(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"inp"), te.record(model, tmp_path / "c"):
         step(model, given()[..., :7], None)
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
-    assert autograd.player is player
+    assert autograd.runner is runner
     recorded(tmp_path / "d", model, None)  # after an error, too
     recorder = te.record(model, tmp_path / "e")
     with recorder:

@@ -27,7 +27,7 @@ ROLES = ("input", "weight", "grad_output")
 # --- the numbers -------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("same_player")
+@pytest.mark.usefixtures("same_runner")
 def test_every_number_is_numpys() -> None:
     """Of a linear layer, whose three tensors are at hand."""
     layer: Any = made("Linear")
@@ -72,7 +72,7 @@ def test_every_number_is_numpys() -> None:
     assert samples["grad_output"].gemms == ("dgrad", "wgrad")
 
 
-@pytest.mark.usefixtures("same_player")
+@pytest.mark.usefixtures("same_runner")
 @pytest.mark.parametrize("name", LAYERS)
 def test_what_is_measured_is_what_was_cast(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under current scaling, x cast with the noted scale is the codes; a fused kernel casts the same x, not rounded."""
@@ -99,7 +99,7 @@ def test_what_is_measured_is_what_was_cast(name: str, monkeypatch: pytest.Monkey
                 assert float((distance > 0).float().mean()) < 0.05
 
 
-@pytest.mark.usefixtures("same_player")
+@pytest.mark.usefixtures("same_runner")
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers_parts_and_roles(name: str) -> None:
     model = made(name)
@@ -117,7 +117,7 @@ def test_layers_parts_and_roles(name: str) -> None:
     assert all((one.recipe == DELAYED) == one.ran for one in stats.samples())
 
 
-@pytest.mark.usefixtures("same_player")
+@pytest.mark.usefixtures("same_runner")
 def test_a_summary_adds_counts_and_leaves_out_what_comes_before_first() -> None:
     model = made("Linear")
     with te.collect_stats(model, every=1) as stats:
@@ -136,7 +136,7 @@ def test_a_summary_adds_counts_and_leaves_out_what_comes_before_first() -> None:
     assert samples[0].underflowed > samples[1].underflowed, "delayed scaling begins with scale 1"
 
 
-@pytest.mark.usefixtures("same_player")
+@pytest.mark.usefixtures("same_runner")
 def test_layers_in_16_bits() -> None:
     """Their numbers are counted; what a recipe would make of them is measured beside, and nothing of it is used."""
     model = made("LayerNormMLP")
@@ -155,7 +155,7 @@ def test_layers_in_16_bits() -> None:
     assert [one.amax for one in ran] == [one.amax for one in beside]
 
 
-@pytest.mark.usefixtures("same_player")
+@pytest.mark.usefixtures("same_runner")
 def test_a_layer_whose_sizes_do_not_fit_fp8_is_measured_in_16_bits_alone() -> None:
     model = te.Linear(32, 20, params_dtype=BF16)
     with te.collect_stats(model, every=1, recipes=[CURRENT]) as stats:
@@ -163,7 +163,7 @@ def test_a_layer_whose_sizes_do_not_fit_fp8_is_measured_in_16_bits_alone() -> No
     assert {(one.role, one.recipe) for one in stats.samples()} == {("input", None), ("weight", None)}
 
 
-@pytest.mark.usefixtures("same_player")
+@pytest.mark.usefixtures("same_runner")
 def test_a_recipe_in_which_a_layer_runs_is_not_measured_beside_it() -> None:
     model = made("Linear")
     with te.collect_stats(model, every=1, recipes=[te.recipe.Float8CurrentScaling()]) as stats:
@@ -171,7 +171,7 @@ def test_a_recipe_in_which_a_layer_runs_is_not_measured_beside_it() -> None:
     assert [one.ran for one in stats.samples()] == [True] * 3
 
 
-@pytest.mark.usefixtures("same_player")
+@pytest.mark.usefixtures("same_runner")
 def test_sqnr_without_noise_or_signal() -> None:
     one = statistics.Sample("", "", "input", DELAYED, True, torch.float8_e4m3fn, 0, 0, 0.0, 1.0, 0, 0, 0, 0, 0.0, 0.0)
     assert (one.sqnr, one.saturated_share, one.underflowed_share) == (math.inf, 0.0, 0.0)
@@ -183,7 +183,7 @@ def test_sqnr_without_noise_or_signal() -> None:
 # --- texts -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("same_player")
+@pytest.mark.usefixtures("same_runner")
 def test_the_table_and_the_json() -> None:
     model = made("LayerNormMLP")
     with te.collect_stats(model, every=1, recipes=[te.recipe.Float8CurrentScaling(fp8_format=te.Format.E4M3)]) as stats:
@@ -221,7 +221,7 @@ def test_the_table_and_the_json() -> None:
 # --- refusals ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("same_player")
+@pytest.mark.usefixtures("same_runner")
 def test_refusals() -> None:
     model = made("Linear")
     with pytest.raises(TypeError, match=r"^collect_stats: model='gpt'; a torch.nn.Module is accepted\.$"):
@@ -249,9 +249,9 @@ def test_refusals() -> None:
         step(model)
 
 
-@pytest.mark.usefixtures("same_player")
+@pytest.mark.usefixtures("same_runner")
 def test_a_model_of_which_nothing_can_be_measured_says_so() -> None:
-    """As one that is compiled: its layers' pairs pass by no player."""
+    """As one that is compiled: its layers' pairs pass by no runner."""
     model = made("Linear")
     with (
         pytest.raises(
@@ -263,7 +263,7 @@ def test_a_model_of_which_nothing_can_be_measured_says_so() -> None:
         model(numbers(0, 4, 32))
 
 
-@pytest.mark.usefixtures("same_player")
+@pytest.mark.usefixtures("same_runner")
 def test_attention_in_fp8_shows_its_operands() -> None:
     """q, k and v; alone and in a layer, with another recipe beside."""
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""What statistics cost where nothing is measured: nothing. The hook before the player, and observed quantizers."""
+"""What statistics cost where nothing is measured: nothing. The hook before the runner, and observed quantizers."""
 
 import copy
 from typing import Any
@@ -11,13 +11,13 @@ from shared.dry_gpu import DryGpu
 
 import optimized
 import reference as te
-from optimized.tapes import Player, player
+from optimized.tapes import TapeRunner, runner
 from reference.inspect import statistics
 from reference.nn.core import autograd, hook
 from reference.nn.core.observed_quantizer import Observed
 
 BF16 = torch.bfloat16
-pytestmark = pytest.mark.usefixtures("same_player")
+pytestmark = pytest.mark.usefixtures("same_runner")
 
 
 def made() -> Any:
@@ -73,7 +73,7 @@ def test_launches_are_the_same_with_statistics_off_and_replayed_between_samples(
                     run()
             for _ in range(2):
                 run()
-            assert type(autograd.player) is Player
+            assert type(autograd.runner) is TapeRunner
         return found
 
     plain, measured = lines(None), lines(2)
@@ -94,7 +94,7 @@ def test_kernels_of_a_measured_forward_are_compiled_side_by_side() -> None:
     with DryGpu() as gpu:
         gpu.tapes()
         layer = optimized.Linear(64, 64, params_dtype=BF16)
-        compile_plain = gpu.enter_context(mock.patch.object(player.precompile, "compile_plain"))
+        compile_plain = gpu.enter_context(mock.patch.object(runner.precompile, "compile_plain"))
         with te.collect_stats(layer, every=1), te.autocast():
             layer(torch.empty(32, 64, dtype=BF16, device="cuda"))
         ((_, _, _, context, _),) = (call.args for call in compile_plain.call_args_list)
@@ -105,7 +105,7 @@ def test_kernels_of_a_measured_forward_are_compiled_side_by_side() -> None:
 def test_a_hook_that_is_not_installed_is_nowhere() -> None:
     model = made()
     one, two = hook.Hook(model), hook.Hook(model)
-    usual = autograd.player
+    usual = autograd.runner
     for order in ((one, two), (two, one)):
         one.install()
         two.install()
@@ -113,7 +113,7 @@ def test_a_hook_that_is_not_installed_is_nowhere() -> None:
         for which in order:
             which.remove()
             assert not which.installed
-        assert autograd.player is usual
+        assert autograd.runner is usual
         for a, b in zip(step(copy.deepcopy(model)), expected, strict=True):
             assert_same_bits(a, b)
 

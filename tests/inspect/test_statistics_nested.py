@@ -15,7 +15,7 @@ from reference.inspect.recorded_step.file import read
 from reference.inspect.recorded_step.replay import replay
 from reference.nn.core import autograd
 
-pytestmark = pytest.mark.usefixtures("same_player")
+pytestmark = pytest.mark.usefixtures("same_runner")
 BF16 = torch.bfloat16
 
 
@@ -64,7 +64,7 @@ def test_one_inside_of_another_measures_what_each_would_alone(first: str, second
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_they_may_end_in_any_order_and_by_an_error(first: int) -> None:
-    model, usual = made(), autograd.player
+    model, usual = made(), autograd.runner
     every = [te.collect_stats(model, 1), te.collect_stats(model.layernorm_mlp, 1)]
     for one in every:
         one.__enter__()
@@ -72,7 +72,7 @@ def test_they_may_end_in_any_order_and_by_an_error(first: int) -> None:
     every[first].__exit__(ZeroDivisionError, ZeroDivisionError(), None)
     step(model, 1)
     every[1 - first].__exit__(None, None, None)
-    assert autograd.player is usual
+    assert autograd.runner is usual
     step(model, 2)
     for i, part in enumerate(("", "layernorm_mlp")):
         assert samples(every[i]) == alone(part, steps=1 + (i != first))
@@ -83,7 +83,7 @@ def test_they_may_end_in_any_order_and_by_an_error(first: int) -> None:
 @pytest.mark.parametrize("outer", ["record", "statistics"])
 def test_a_step_is_recorded_while_statistics_are_open(outer: str, every: int, tmp_path: Path) -> None:
     """Each statistics' hook comes and goes while the recorder's stands in the chain."""
-    model, usual = made(), autograd.player
+    model, usual = made(), autograd.runner
     stats = te.collect_stats(model, every)
     with contextlib.ExitStack() as stack:
         if outer == "statistics":
@@ -96,13 +96,13 @@ def test_a_step_is_recorded_while_statistics_are_open(outer: str, every: int, tm
             recording = read(tmp_path / str(i))
             assert replay(recording).equal
             assert {"self_attention.proj", "layernorm_mlp"} <= {op.at for op in recording.ops}
-    assert autograd.player is usual
+    assert autograd.runner is usual
     found = [one.step for one in stats.samples() if one.role == "input" and one.part == "fc1"]
     assert found == [i for i in range(3 if outer == "statistics" else 2) if i % every == 0]
 
 
 def test_threads_measure_their_own_models() -> None:
-    usual, expected = autograd.player, alone()
+    usual, expected = autograd.runner, alone()
     found: dict[int, list[str]] = {}
     models = [made() for _ in range(4)]
 
@@ -119,7 +119,7 @@ def test_threads_measure_their_own_models() -> None:
     for one in threads:
         one.join()
     assert [found[i] for i in range(4)] == [expected] * 4
-    assert autograd.player is usual
+    assert autograd.runner is usual
 
 
 def test_a_copy_made_inside_is_not_measured() -> None:

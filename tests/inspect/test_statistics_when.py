@@ -13,7 +13,7 @@ import reference as te
 from reference.inspect import statistics
 from reference.nn.core import autograd
 
-pytestmark = pytest.mark.usefixtures("same_player")
+pytestmark = pytest.mark.usefixtures("same_runner")
 
 
 @pytest.mark.sample(4)
@@ -38,7 +38,7 @@ def test_each_nth_forward_is_measured(every: int, expected: list[int]) -> None:
     with te.collect_stats(model, every=every) as stats:
         for i in range(5):
             step(model, i)
-            installed = autograd.player
+            installed = autograd.runner
             assert (type(installed) is statistics._Observer) == (i % every == 0)
     assert sorted({one.step for one in stats.samples()}) == expected
     assert {role: [one.step for one in stats.samples() if one.role == role] for role in ROLES} == dict.fromkeys(

@@ -186,10 +186,9 @@ def test_many_products_in_one_call(kind, threads):
         a, b = a.reshape(many, m, depth), b.reshape(many, n, depth)
         if a.size and b.size:
             a[1, 0], b[-1, :, 0] = np.iinfo(a.dtype).max, codes(rng, b_format, (1, n), "bits")
-        starts = [None]
-        if instruction is model.HALF_STEP:
-            starts += [rng.standard_normal((many, m, n)).astype(np.float32).view(np.uint32)]
-            starts += [np.full((many, m, n), model.INF_WORD, np.uint32)]
+        starts = [None, rng.standard_normal((many, m, n)).astype(np.float32).view(np.uint32)]
+        starts += [np.full((many, m, n), model.INF_WORD, np.uint32)]
+        starts += [rng.integers(0, 1 << 32, (many, m, n), np.uint32)]
         for c in starts:
             for split in (None, 128) if instruction is model.FP8_STEP else (None,):
                 with torch_threads(threads):

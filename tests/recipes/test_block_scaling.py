@@ -64,7 +64,7 @@ def test_fused_casts_have_the_words_of_ops_one_by_one(
     recipe: Float8BlockScaling, arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fused = step(layer_of(**arguments), recipe)
-    for name in ("activation", "grad", "joined_grad", "activation_grad"):
+    for name in ("norm", "activation", "grad", "joined_grad", "activation_grad"):
         monkeypatch.setattr(InBlocks, name, getattr(Quantizer, name))
     for a, b in zip(fused, step(layer_of(**arguments), recipe), strict=True):
         assert_same_bits(a, b)

@@ -11,7 +11,7 @@ import torch
 
 from optimized.cuda import compiler, launch
 from optimized.cuda import device as device_checks
-from optimized.tapes import launches
+from optimized.tapes import tape
 
 STREAM = 0x5EED
 
@@ -87,9 +87,9 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
         monkeypatch.setitem(sys.modules, name, SimpleNamespace(Module=Module))
     for name in ("_driver", "runtime", "_library"):
         monkeypatch.setattr(launch, name, lambda: made)
-    for owner, name in ((launch, "_modules"), (launch, "_kernels"), (launches, "_pools")):
+    for owner, name in ((launch, "_modules"), (launch, "_kernels"), (tape, "_pools")):
         monkeypatch.setattr(owner, name, {})
-    monkeypatch.setattr(launches, "_retired", [])
+    monkeypatch.setattr(tape, "_retired", [])
     monkeypatch.setattr(launch, "_thread", launch._Thread())
     monkeypatch.setattr(compiler, "cubin", lambda kernel, defines: f"{kernel} {sorted(defines.items())}".encode())
     monkeypatch.setattr(device_checks, "check", lambda index: made.calls.append(("check", index)))
@@ -98,10 +98,10 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: STREAM + index, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: made.capturing, raising=False)
     launch.clusters_at_once.cache_clear()
-    launches._capturing_stream.cache_clear()
+    tape._capturing_stream.cache_clear()
     yield made
     launch.clusters_at_once.cache_clear()
-    launches._capturing_stream.cache_clear()
+    tape._capturing_stream.cache_clear()
 
 
 def arguments(pointers: int, *kinds: Any) -> list[Any]:

@@ -27,7 +27,7 @@ from optimized.bench.layers import decode, layer, layer_models, timeline
 from optimized.bench.models import single_gpu, single_gpu_models
 from optimized.bench.table import Table
 from optimized.cuda import compiler
-from reference.nn.attentions import attention_of_torch as attention_layers
+from reference.nn.attentions import torch_attention as attention_layers
 
 MS_PER_NOTE = 0.25
 

@@ -30,9 +30,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from optimized.cuda import device as device_checks
 from optimized.cuda import launch, precompile, tensor_map
-from optimized.tapes import calls, memory, player, relocation, watch
+from optimized.tapes import call_groups, memory, relocation, runner, tape_recorder
 from optimized.tapes.collectives import Collective
-from optimized.tapes.launches import Copy, Launches
+from optimized.tapes.tape import Copy, Tape
 from reference.nn.core import compiled
 from reference.ops import library
 from reference.ops.library import _IMPLEMENTATIONS
@@ -131,14 +131,14 @@ class DryGpu(contextlib.ExitStack):
         patches: list[tuple[Any, str, Any]] = [
             (launch, "launch", self._launch),
             (launch, "_start", self._start),
-            (Launches, "play", lambda launches, device: [one.play(0) for one in launches._entries]),
+            (Tape, "play", lambda launches, device: [one.play(0) for one in launches._entries]),
             (Copy, "play", lambda copy, stream: self.lines.append(f"again copy({self._copied(copy)})")),
             (launch, "processors", lambda index: PROCESSORS),
             (launch, "clusters_at_once", lambda kernel, blocks, threads, smem, device: PROCESSORS // blocks - 2),
             (tensor_map, "_driver", lambda: self._encode),
             (tensor_map, "_replacer", lambda: self._replace),
-            (calls, "_groups", {}),
-            (calls, "counts", calls.Counts()),
+            (call_groups, "_groups", {}),
+            (call_groups, "counts", call_groups.Counts()),
             (compiled, "_orders", {}),
             (device_checks, "check", lambda index: None),
             (torch.cuda, "is_current_stream_capturing", lambda: False),
@@ -183,11 +183,11 @@ class DryGpu(contextlib.ExitStack):
 
             return note
 
-        pretending(watch.Watch, "__torch_dispatch__")
-        pretending(player.Player, "backward")
-        for owner in (calls, memory, relocation):
+        pretending(tape_recorder.Watch, "__torch_dispatch__")
+        pretending(runner.TapeRunner, "backward")
+        for owner in (call_groups, memory, relocation):
             self.enter_context(mock.patch.object(owner, "storage_of", storage_of))
-        for kind in (watch.TorchOp, watch.TorchOutOp, Collective):
+        for kind in (tape_recorder.TorchOp, tape_recorder.TorchOutOp, Collective):
             self.enter_context(mock.patch.object(kind, "play", called(kind.__name__)))
         pretending(precompile.Dry, "__torch_dispatch__")
         self.enter_context(

@@ -29,8 +29,8 @@ from shared import kernel_arguments
 import optimized  # noqa: F401  (registers the ops)
 from optimized.cuda import compiler, launch, tensor_map
 from optimized.cuda import device as device_checks
-from optimized.tapes import calls
-from optimized.tapes.launches import Copy, Launches
+from optimized.tapes import call_groups
+from optimized.tapes.tape import Copy, Tape
 from reference.numbers.elementary import ACTIVATIONS, _recorded, powers_of_two
 from simulator.cuda import PretendedCuda
 
@@ -154,9 +154,9 @@ class Simulator(contextlib.ExitStack):
             (tensor_map, "_replacer", lambda: _replace),
             (device_checks, "check", lambda index: None),
             (torch.cuda, "is_current_stream_capturing", lambda: False),
-            (calls, "_groups", {}),
-            (calls, "counts", calls.Counts()),
-            (Launches, "play", lambda launches, device: [one.play(0) for one in launches._entries]),
+            (call_groups, "_groups", {}),
+            (call_groups, "counts", call_groups.Counts()),
+            (Tape, "play", lambda launches, device: [one.play(0) for one in launches._entries]),
             (Copy, "play", lambda copy, stream: ctypes.memmove(*copy._arguments)),
         ]
         for owner, name, value in patches:

@@ -7,7 +7,7 @@ import torch
 
 import reference as te
 from reference.memory import recompute
-from reference.nn.attentions import attention_fp8, core_call, multihead_attention
+from reference.nn.attentions import attention_fp8, dot_product_plan, multihead_attention
 from reference.nn.transformer import halves, transformer_layer
 from reference.recipes import delayed_scaling
 from reference.state.scaling import FP8TensorMeta
@@ -302,7 +302,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What layers were told of where they run, each time that they asked."""
     told: list[Any] = []
     usual = recompute.current_run
-    for module in (recompute, attention_fp8, core_call, multihead_attention, transformer_layer):
+    for module in (recompute, attention_fp8, dot_product_plan, multihead_attention, transformer_layer):
         monkeypatch.setattr(module, "current_run", lambda: told.append(usual()) or told[-1])
     return told
 

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shared.bits import assert_same_bits
 
-from optimized.tapes import watch
+from optimized.tapes import tape_recorder
 from optimized.tapes.memory import Place, TensorRef, place_of, tensors_of
 
 
@@ -44,19 +44,19 @@ def test_what_cudnns_attention_draws_is_read_later() -> None:
     backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
     for p, later in ((0.0, (0, 1)), (0.1, (0, 1, 6, 7)), (1.0, (0, 1, 6, 7))):
         args = [None] * 5 + [p]
-        assert watch._read_later(forward, args) == later
-        assert watch.TorchOp(forward, args, {}, {}).capturable == (p == 0)
-        assert watch._read_later(backward, args) == (0, 1, 2)
-        assert watch.TorchOp(backward, args, {}, {}).capturable
+        assert tape_recorder._read_later(forward, args) == later
+        assert tape_recorder.TorchOp(forward, args, {}, {}).capturable == (p == 0)
+        assert tape_recorder._read_later(backward, args) == (0, 1, 2)
+        assert tape_recorder.TorchOp(backward, args, {}, {}).capturable
     without = [None] * 5  # as PyTorch hands them on, where dropout_p and all that follow have their defaults
-    assert watch._read_later(forward, without) == (0, 1)
-    assert watch.TorchOp(forward, without, {}, {}).capturable
-    assert watch.TorchOutOp(torch.ops.aten.cat.out, [], TensorRef.of(torch.empty(3))).capturable
+    assert tape_recorder._read_later(forward, without) == (0, 1)
+    assert tape_recorder.TorchOp(forward, without, {}, {}).capturable
+    assert tape_recorder.TorchOutOp(torch.ops.aten.cat.out, [], TensorRef.of(torch.empty(3))).capturable
 
 
 def test_what_is_called_a_view_of_views_is_composite() -> None:
     """Of any other op the dispatcher says whether it is a view: an entry would have no effect."""
-    for op in watch._VIEWS_OF_VIEWS:
+    for op in tape_recorder._VIEWS_OF_VIEWS:
         assert op.is_view
         assert torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
 
@@ -72,7 +72,7 @@ def test_in_inference_mode_what_splits_a_tensor_is_a_view(
 ) -> None:
     """Whatever its strides, so that a tape may take it: the ops that `Heads.split` is made of, and their like."""
     dim = data.draw(st.integers(-len(sizes), len(sizes) - 1))
-    with torch.inference_mode(), watch.Watch() as seen:
+    with torch.inference_mode(), tape_recorder.Watch() as seen:
         x = torch.empty(8 * 6 * 4, dtype=torch.uint8).as_strided(sizes, steps[: len(sizes)])
         views = [x.unflatten(dim, (sizes[dim], 1)), *x.split(2, dim), *x.split([sizes[dim], 0], dim)]
         views += [x.select(dim, i) for i in range(sizes[dim])]

@@ -14,9 +14,9 @@ from shared.dry_gpu import DryGpu
 import optimized
 import reference as te
 from optimized.cuda import launch
-from optimized.tapes import Player, calls
-from optimized.tapes.launches import Copy, Launches
-from optimized.tapes.relocation import Fixed, Relative, _integers
+from optimized.tapes import TapeRunner, call_groups
+from optimized.tapes.relocation import NotRelocatable, RelocatableTape, _integers
+from optimized.tapes.tape import Copy, Tape
 from reference.nn.core import autograd
 from reference.nn.transformer import halves
 
@@ -61,7 +61,7 @@ MODES: dict[str, Any] = {
 }
 
 
-def arguments(tape: Launches, like: Launches, kernel_of: Callable[[int], Any]) -> list[Any]:
+def arguments(tape: Tape, like: Tape, kernel_of: Callable[[int], Any]) -> list[Any]:
     """What a tape's launches hand to the driver, in bytes, and its other entries; `like` was recorded."""
     found: list[Any] = []
     for entry, recorded in zip(tape.entries, like.entries, strict=True):
@@ -82,14 +82,16 @@ class Compared:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.equal = self.fixed = 0
         self.kernel_of: Callable[[int], Any] = lambda handle: handle
-        self.moved: Launches | None = None
-        usual, record = calls.CallGroup.moved, calls.CallGroup.record
+        self.moved: Tape | None = None
+        usual, record = call_groups.CallGroup.moved, call_groups.CallGroup.record
 
-        def moved(group: calls.CallGroup, addresses: Any, tensors: Any) -> None:
+        def moved(group: call_groups.CallGroup, addresses: Any, tensors: Any) -> None:
             self.moved = usual(group, addresses, tensors)
-            self.fixed += group.relative is None and len(group.tapes) > 0
+            self.fixed += group.relocatable is None and len(group.tapes) > 0
 
-        def recorded(group: calls.CallGroup, run: Any, results: Any, sources: Any, tensors: Any, addresses: Any) -> Any:
+        def recorded(
+            group: call_groups.CallGroup, run: Any, results: Any, sources: Any, tensors: Any, addresses: Any
+        ) -> Any:
             found = record(group, run, results, sources, tensors, addresses)
             if self.moved is not None:
                 tape = group.tapes[addresses]
@@ -97,14 +99,14 @@ class Compared:
                 self.equal += 1
             return found
 
-        monkeypatch.setattr(calls.CallGroup, "moved", moved)
-        monkeypatch.setattr(calls.CallGroup, "record", recorded)
+        monkeypatch.setattr(call_groups.CallGroup, "moved", moved)
+        monkeypatch.setattr(call_groups.CallGroup, "record", recorded)
 
 
 @pytest.fixture
 def compared(monkeypatch: pytest.MonkeyPatch) -> Compared:
-    monkeypatch.setattr(calls, "_groups", {})
-    monkeypatch.setattr(calls, "counts", calls.Counts())
+    monkeypatch.setattr(call_groups, "_groups", {})
+    monkeypatch.setattr(call_groups, "counts", call_groups.Counts())
     return Compared(monkeypatch)
 
 
@@ -176,7 +178,7 @@ def test_tapes_settle_in_three_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
         train(layer, MODES["delayed"], Step(), steps=7)
         ran.append(len(gpu.launches))
-        groups = [group for group in calls._groups.values() if group.relative]
+        groups = [group for group in call_groups._groups.values() if group.relocatable]
     made = [after - before for before, after in pairwise(ran)]
     assert all(made[:3])
     assert made[3:] == [0] * 4
@@ -190,8 +192,8 @@ def storage(*shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
     return whole[-whole.data_ptr() % 64 :][: int(np.prod(shape)) * dtype.itemsize].view(dtype).view(shape)
 
 
-def copies(*pairs: tuple[int, int]) -> Launches:
-    tape = Launches()
+def copies(*pairs: tuple[int, int]) -> Tape:
+    tape = Tape()
     for to, source in pairs:
         tape.append(Copy(to, source, 8))
     return tape
@@ -204,7 +206,7 @@ def test_where_addresses_are_sought() -> None:
     outside = torch.zeros(8)
     inside = (x.data_ptr() + 56 + 1, y.data_ptr() + 31, outside.data_ptr())
     tape = copies((inside[0], inside[1]), (inside[2], 77))
-    found = Relative(tape, [x, y])
+    found = RelocatableTape(tape, [x, y])
     other, more = storage(256), storage(32)
     x2 = other[:64].view(8, 8).t()[1:3]
     moved = found.at([x2.data_ptr(), more.data_ptr()], [x2, more])
@@ -214,15 +216,15 @@ def test_where_addresses_are_sought() -> None:
         (outside.data_ptr(), 77, 8),
     ]
     for beyond in (x.data_ptr() + 58, big.data_ptr() + 255):
-        with pytest.raises(Fixed):
-            Relative(copies((beyond, 0)), [x, y])
+        with pytest.raises(NotRelocatable):
+            RelocatableTape(copies((beyond, 0)), [x, y])
 
 
 def test_calls_that_are_not_alike_but_for_addresses() -> None:
     """Other remainders of 16, tensors that are one or are no longer one, or no longer at one distance in a storage."""
     big = storage(4096)
     x, y, z = storage(64), big[:64], big[128:192]
-    found = Relative(copies((x.data_ptr(), y.data_ptr())), [x, y, z, x])
+    found = RelocatableTape(copies((x.data_ptr(), y.data_ptr())), [x, y, z, x])
 
     def serves(*tensors: torch.Tensor) -> bool:
         return found.at([one.data_ptr() for one in tensors], list(tensors)) is not None
@@ -237,8 +239,8 @@ def test_calls_that_are_not_alike_but_for_addresses() -> None:
     assert not serves(room[16:80], other[512:576], big[640:704], room[16:80])
 
 
-def recorded(*arguments: Any) -> Launches:
-    tape = Launches()
+def recorded(*arguments: Any) -> Tape:
+    tape = Tape()
     tape.append(launch.Launch(launch.function("relative", "f"), (1, *(1,) * 6, 0), arguments, early=False))
     return tape
 
@@ -255,7 +257,7 @@ def test_where_in_arguments_addresses_are() -> None:
     table["pair"]["f"] = np.array([high], np.uint64).view(np.float64)[0]
     given = (np.int32(7), high, np.uint64(high), launch.by_value(table), np.float32(1.5), -1, 3)
     tape, other = recorded(*given), storage(128)[64:]
-    moved = Relative(tape, [x]).at([other.data_ptr()], [other])
+    moved = RelocatableTape(tape, [x]).at([other.data_ptr()], [other])
     assert moved is not None
     expected = table.copy()
     expected["at"], expected["pair"]["n"] = other.data_ptr() + 1, other.data_ptr() + 2
@@ -268,8 +270,8 @@ def test_a_struct_whose_addresses_nobody_names_is_fixed() -> None:
     x = storage(64)
     packed = np.dtype([("n", "i4"), ("at", "u8")])  # at 4 bytes
     for struct in (np.zeros(128, np.uint8), np.zeros((), packed), np.zeros((4, 4), np.int64)[:, 0]):
-        with pytest.raises(Fixed):
-            Relative(recorded(launch.by_value(struct)), [x])
+        with pytest.raises(NotRelocatable):
+            RelocatableTape(recorded(launch.by_value(struct)), [x])
 
 
 @pytest.mark.gpu
@@ -297,18 +299,18 @@ def test_a_layer_whose_tensors_always_lie_elsewhere_has_the_same_bits(
     name: str, monkeypatch: pytest.MonkeyPatch, same_bits: Any
 ) -> None:
     """Every step is made at new addresses, from moved tapes."""
-    monkeypatch.setattr(calls, "_groups", {})
-    monkeypatch.setattr(calls, "counts", calls.Counts())
+    monkeypatch.setattr(call_groups, "_groups", {})
+    monkeypatch.setattr(call_groups, "counts", call_groups.Counts())
     monkeypatch.setattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)  # the simulator is a mode
     torch.manual_seed(1)
     plain = LAYERS[name]()
     taped = copy.deepcopy(plain)
     results: list[list[torch.Tensor]] = []
-    for layer, player in ((plain, autograd.Plain()), (taped, Player())):
-        monkeypatch.setattr(autograd, "player", player)
+    for layer, runner in ((plain, autograd.Runner()), (taped, TapeRunner())):
+        monkeypatch.setattr(autograd, "runner", runner)
         torch.manual_seed(2)
         results.append(train(layer, MODES["delayed"], steps=8))
-    assert sum(group.hits for group in calls._groups.values() if group.relative) >= 6
+    assert sum(group.hits for group in call_groups._groups.values() if group.relocatable) >= 6
     for a, b in zip(*results, strict=True):
         assert (a is None) == (b is None)
         if a is not None:

@@ -13,7 +13,7 @@ from shared.plan_cases import step as plan_step
 
 import optimized
 import reference as te
-from optimized.tapes import Player, calls
+from optimized.tapes import TapeRunner, call_groups
 from reference.nn.core import autograd
 from reference.nn.transformer import halves
 
@@ -23,20 +23,20 @@ RECIPE = te.DelayedScaling(amax_history_len=3)
 
 @pytest.fixture(autouse=True)
 def no_groups(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    calls._groups.clear()
-    monkeypatch.setattr(calls, "counts", calls.Counts())
+    call_groups._groups.clear()
+    monkeypatch.setattr(call_groups, "counts", call_groups.Counts())
     yield
-    calls._groups.clear()
+    call_groups._groups.clear()
 
 
 def train(
-    layer: torch.nn.Module, player: autograd.Plain, fp8: bool, monkeypatch: pytest.MonkeyPatch, micro: bool = False
+    layer: torch.nn.Module, runner: autograd.Runner, fp8: bool, monkeypatch: pytest.MonkeyPatch, micro: bool = False
 ) -> list[Any]:
     """Steps, some with two forwards before a backward, without gradients, or on another input; at the end ten alike.
 
     Or each of three microbatches, whose weights are cast in the first of all.
     """
-    monkeypatch.setattr(autograd, "player", player)
+    monkeypatch.setattr(autograd, "runner", runner)
     numbers = torch.Generator("cuda").manual_seed(3)
     torch.manual_seed(4)  # of cuDNN's dropout
     x = torch.empty(25, 2, 64, dtype=BF16, device="cuda").requires_grad_()
@@ -86,13 +86,13 @@ def test_a_layer_has_the_same_bits_with_tapes(
             attention_backend="cudnn" if mode == "cudnn" else "exact",
         )
     other = copy.deepcopy(layer)
-    expected = train(layer, autograd.Plain(), fp8, monkeypatch, micro)
-    assert not any(group.sizes != (0, 0) for group in calls._groups.values())
-    actual = train(other, Player(), fp8, monkeypatch, micro)
+    expected = train(layer, autograd.Runner(), fp8, monkeypatch, micro)
+    assert not any(group.sizes != (0, 0) for group in call_groups._groups.values())
+    actual = train(other, TapeRunner(), fp8, monkeypatch, micro)
     for position, (a, b) in enumerate(zip(expected, actual, strict=True)):
         assert_same_bits(a, b, f"tensor {position} of {len(expected)}")
-    assert sum(group.hits for group in calls._groups.values()) >= 8
-    assert all(group.usable for group in calls._groups.values())
+    assert sum(group.hits for group in call_groups._groups.values()) >= 8
+    assert all(group.usable for group in call_groups._groups.values())
 
 
 @pytest.mark.gpu
@@ -122,12 +122,12 @@ def test_tapes_within_a_capture_of_the_users(backend: str, monkeypatch: pytest.M
             results = step(layer)
     graph.replay()
     actual = [one.cpu() for one in results]
-    monkeypatch.setattr(autograd, "player", autograd.Plain())
+    monkeypatch.setattr(autograd, "runner", autograd.Runner())
     for _ in range(8):
         expected = step(other)
     for a, b in zip(actual, expected, strict=True):
         assert_same_bits(a, b.cpu())
-    assert sum(group.hits for group in calls._groups.values()) >= 2
+    assert sum(group.hits for group in call_groups._groups.values()) >= 2
 
 
 @pytest.mark.gpu
@@ -151,15 +151,15 @@ def test_whatever_attribute_changes_between_two_calls(name: str, seed: int) -> N
     torch.manual_seed(seed)
     plain = LAYERS[name](optimized)
     taped = copy.deepcopy(plain)
-    players = {id(plain): autograd.Plain(), id(taped): Player()}
+    runners = {id(plain): autograd.Runner(), id(taped): TapeRunner()}
 
     def run(layer: torch.nn.Module, recipe: Any) -> list[torch.Tensor]:
         layer.zero_grad(set_to_none=True)
-        autograd.register(players[id(layer)])
+        autograd.register(runners[id(layer)])
         try:
             found = plan_step(layer, recipe, 3)
         finally:
-            autograd.register(players[id(taped)])
+            autograd.register(runners[id(taped)])
         return [one.cpu() for one in (*found, *(p.grad for p in layer.parameters() if p.grad is not None))]
 
     changes: list[tuple[str, str, Any]] = []
@@ -183,4 +183,4 @@ def test_whatever_attribute_changes_between_two_calls(name: str, seed: int) -> N
             for position, (a, b) in enumerate(zip(run(plain, recipe), run(taped, recipe), strict=True)):
                 assert_same_bits(a, b, f"time {time}, tensor {position}, after {changes}")
     assert changes
-    assert any(group.hits for group in calls._groups.values()) or name.endswith("Norm")  # which are one launch
+    assert any(group.hits for group in call_groups._groups.values()) or name.endswith("Norm")  # which are one launch

@@ -11,7 +11,7 @@ import torch
 from shared.dry_gpu import DryGpu
 
 import optimized as te
-from optimized.tapes.launches import Launches
+from optimized.tapes.tape import Tape
 
 ROOT = Path(__file__).parents[2]
 STEPS = 10
@@ -46,7 +46,7 @@ def test_a_played_step_makes_few_calls(fp8: bool, anew: bool, most: int) -> None
         for _ in range(20):
             step()
         launches = len(gpu.launches)
-        gpu.enter_context(mock.patch.object(Launches, "play", return_value=None))  # one CUDA graph
+        gpu.enter_context(mock.patch.object(Tape, "play", return_value=None))  # one CUDA graph
         profile = cProfile.Profile()
         profile.enable()
         for _ in range(STEPS):

@@ -10,7 +10,7 @@ from shared.dry_gpu import DryGpu
 
 import optimized
 import reference as te
-from optimized.tapes import Player, calls
+from optimized.tapes import TapeRunner, call_groups
 from reference.nn.core import autograd
 from reference.nn.transformer import halves
 
@@ -50,9 +50,9 @@ class Steps:
                 layer.zero_grad(set_to_none=True)
                 x.grad = y = None
                 self.lines.append(gpu.lines.copy())
-                self.hits.append([group.hits for group in calls._groups.values()])
+                self.hits.append([group.hits for group in call_groups._groups.values()])
                 self.changed.append([now > then for now, then in zip(versions(layer), before, strict=False)])
-            self.groups = list(calls._groups.values()) if tapes else []
+            self.groups = list(call_groups._groups.values()) if tapes else []
             self.gpu = gpu
 
 
@@ -219,9 +219,9 @@ def test_another_mode_that_watches_ops_sees_them() -> None:
     """As long as it is there, no tape is recorded."""
     with DryGpu() as gpu:  # is such a mode
         layer = optimized.Linear(64, 64, params_dtype=BF16)
-        before = len(calls._groups)
+        before = len(call_groups._groups)
         for _ in range(3):
             layer(torch.empty(32, 64, dtype=BF16, device="cuda"))
-        assert len(calls._groups) == before
+        assert len(call_groups._groups) == before
         assert len([line for line in gpu.lines if line.startswith("gemm.gemm [")]) == 3
-    assert isinstance(autograd.player, Player)
+    assert isinstance(autograd.runner, TapeRunner)

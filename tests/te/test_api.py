@@ -208,11 +208,13 @@ _OFFERED = """
     accumulate_into_main_grad rng_state_tracker_function tensor_parallel_group size p scale input *extra_inputs
     glu_interleave_size save_original_input in_place
     name ub_name layer_number seq_length micro_batch_size
-    checkpoint tp_group cp_group cp_global_ranks cp_stream cp_comm_type sequence_parallel set_parallel_mode"""
+    checkpoint tp_group cp_group cp_global_ranks cp_stream cp_comm_type sequence_parallel set_parallel_mode
+    tp_size"""
 OFFERED = set(_OFFERED.split())
 NOT_HERE = {
     *(("TransformerLayer.__init__", f"ub_{name}") for name in ("overlap_ag", "overlap_rs", "overlap_rs_dgrad")),
     *(("TransformerLayer.__init__", f"ub_{name}") for name in ("bulk_dgrad", "bulk_wgrad")),
+    ("DotProductAttention.__init__", "tp_size"),
 }
 
 NOT_HERE_NAMES = {name for _, name in NOT_HERE}

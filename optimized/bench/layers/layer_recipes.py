@@ -27,6 +27,8 @@ KERNELS = (
     "cast_blocks",
     "cat_cast_blocks",
     "activation_cast_blocks",
+    "norm_cast_blocks",
+    "norm_statistics",
     "current_scale",
     "multi_current_scale",
     "gemm_fp8_blocks",

@@ -35,6 +35,7 @@ from optimized.bench.table import Table, table
 from optimized.training import corpus
 from optimized.training.settings import SIZES, Settings
 from optimized.training.trainer import Trainer
+from reference.support import files
 
 NAME = "seeds"
 WHAT = "a GPT's loss in FP8 and in bf16, by seed"
@@ -163,8 +164,7 @@ def run(
         one = result("losses of one GPT by precision and seed", KERNELS, **about, runs=[made])
         found[_key(made)] = one
         if lines is not None:
-            with lines.open("a") as file:
-                file.write(json.dumps(one) + "\n")
+            files.append(lines, json.dumps(one) + "\n")
         progress(sum(key in found for key in runs) / len(runs))
 
     missing = [

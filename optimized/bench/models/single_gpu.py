@@ -26,7 +26,7 @@ from optimized.bench.layers import layer, layer_models
 from optimized.bench.models import single_gpu_tables
 from optimized.bench.models.single_gpu_memory import anatomy
 from optimized.bench.models.single_gpu_models import BERT_LARGE, BITSANDBYTES, Setting, Sizes, Training, loader, missing
-from optimized.tapes import calls
+from optimized.tapes import call_groups
 from reference.nn.core.module import TransformerEngineBaseModule
 
 NAME = "single_gpu"
@@ -249,8 +249,8 @@ def by_itself(group: Group, sizes: Sizes) -> dict[str, Any]:
     """
     rows = []
     for one in group.settings:
-        calls._groups.clear()
-        calls.counts = calls.Counts()  # as in a new process
+        call_groups._groups.clear()
+        call_groups.counts = call_groups.Counts()  # as in a new process
         torch.manual_seed(0)
         training = Training(one, sizes, "cuda")
         steps, losses = [], []

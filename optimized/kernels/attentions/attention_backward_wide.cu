@@ -18,7 +18,8 @@
 //
 // Around it: attention_backward_ends.cu.
 //
-// Defines: FORMAT (BF16 | FP16), N_OUT (256), QUERIES (64), DROPOUT (0 | 1), BIAS (0 | 1).
+// Defines: FORMAT (BF16 | FP16), N_OUT (256), QUERIES (64), DROPOUT (0 | 1), BIAS (0 | 1), LENGTHS (0 | 1), PACKED
+// (0 | 1).
 #include "attention_movers.cuh"
 #include "attention_pairs.cuh"
 #include "ptx/barrier.cuh"
@@ -42,11 +43,25 @@ __device__ __forceinline__ unsigned place_in(unsigned tile) {
     return tile + row * 128 + ((lane / 16 ^ row % 8) << 4);
 }
 
+// The limits of a consumer's work, which stay in shared memory: registers are few.
+struct OfWork {
+#if LENGTHS
+    const Work* work;
+
+    __device__ __forceinline__ const Limits& limits(const Arguments&) const { return work->limits; }
+    __device__ __forceinline__ void begin(const Work& next) { work = &next; }
+#else
+    __device__ __forceinline__ const Limits& limits(const Arguments& a) const { return a; }
+    __device__ __forceinline__ void begin(const Work&) {}
+#endif
+};
+
 // The warpgroup that sums dv, and multiplies dq.
 struct DvConsumer {
     Shared& shared;
     int block;
     Stage<1> tiles, dq;
+    OfWork of_work;
     float dv[N_OUT / 2];
 
     // Issue dq = dS k, of half the channels.
@@ -78,9 +93,25 @@ struct DvConsumer {
         }
     }
 
-    __device__ __forceinline__ void tile() {
+#if PACKED
+    static constexpr int kBarrier =
+        1;  // of clear_rows, which takes the one after it; barrier 1 is the other warpgroup's
+
+    // Keys of another entry become zeros, as dS is 0 there.
+    __device__ __forceinline__ void clear_keys(const Work& work) {
+        const int rows = work.limits.skv - work.first, others = work.limits.skv - (work.first ^ kKeys);
+        if (rows < kKeys) clear_rows<4>(shared.k, kRows, max(rows, 0), kKeys, kBarrier);
+        if (others < kKeys) clear_rows<2>(shared.others, kRows, max(others, 0), kKeys, kBarrier);
+    }
+#endif
+
+    __device__ __forceinline__ void tile(const Arguments& a, int query) {
         float acc[kPiece / 64];
         shared.grad_box.wait_full(tiles.parity);
+#if PACKED
+        const int rows = of_work.limits(a).sq - query;
+        if (rows < QUERIES) clear_rows<4>(shared.grad, kRows, rows, QUERIES, kBarrier);
+#endif
         shared.p_box.wait_full(tiles.parity);
         wgmma_fence();
 #pragma unroll
@@ -109,7 +140,10 @@ struct DkConsumer {
     int block;
     Stage<2> queries;
     Stage<1> tiles;
+    OfWork of_work;
     float dk[N_OUT / 2];
+
+    __device__ __forceinline__ const Limits& limits() const { return of_work.limits(a); }
 
     // Pᵀ, the weights that dropout keeps, into shared memory.
     __device__ __forceinline__ void give_weights(const float (&s)[kScores], const Pairs& at) {
@@ -147,14 +181,18 @@ struct DkConsumer {
         asm volatile("" : "+r"(at.head), "+r"(at.key));
         float s[kScores], dp[kScores];
         shared.q_box[place].wait_full(queries.parity);
+#if PACKED
+        const int rows = limits().sq - (at.query - column);
+        if (rows < QUERIES) clear_rows<4>(shared.q[place], kRows, rows, QUERIES, 2);
+#endif
         score(s, shared_address(shared.k), q);
         shared.grad_box.wait_full(tiles.parity);
         score(dp, shared_address(shared.v), shared_address(shared.grad));
-        if (some_hidden) hide(at, a, a);
+        if (some_hidden) hide(at, a, limits());
         if constexpr (DROPOUT) read_kept(at, a, scratch);
         wgmma_wait<1>();
         wgmma_hold(s);
-        weigh(s, a, a, at, some_hidden, shared.base[place] + column, shared.inv[place] + column);
+        weigh(s, a, limits(), at, some_hidden, shared.base[place] + column, shared.inv[place] + column);
         give_weights(s, at);
         // Read again, or the compiler keeps each bit that the weights have asked for in a register.
         if constexpr (DROPOUT) read_kept(at, a, scratch);
@@ -177,10 +215,10 @@ struct DkConsumer {
     }
 };
 
-// Calls `tile` with each tile's head and first query, and then `store` with the sum's place: for each work.
-template <class Tile, class Store>
-__device__ __forceinline__ void consume(Shared& shared, const Arguments& a, float (&sum)[N_OUT / 2], const Tile& tile,
-                                        const Store& store) {
+// Calls `begin`, then `tile` with each tile's head and first query, and then `store` with the sum's place: for each work.
+template <class Begin, class Tile, class Store>
+__device__ __forceinline__ void consume(Shared& shared, const Arguments& a, float (&sum)[N_OUT / 2], const Begin& begin,
+                                        const Tile& tile, const Store& store) {
     for (unsigned works = 0;; works++) {  // one number, as registers are few
         shared.work_box[works % 2].wait_full(works / 2 % 2);
         const Work& work = shared.work[works % 2];  // read where it is needed
@@ -189,11 +227,14 @@ __device__ __forceinline__ void consume(Shared& shared, const Arguments& a, floa
 #pragma unroll
         for (int i = 0; i < N_OUT / 2; i++) sum[i] = 0.0f;
         shared.keys_box.wait_full(works % 2);
+        begin(work);
         Pairs at{work.batch * a.heads + work.key_head * a.group, row, 0, {}, {}};
         for (int n = 0; n < a.group; n++, at.head++)
             for (int first = work.queries.from; first < work.queries.to; first += QUERIES) tile(at, work.first, first);
         shared.keys_box.arrive_empty();
-        store(work.batch * a.out_b + work.key_head * a.out_h + row * a.out_s, a.skv - row);
+        const Limits& limits = limits_of(a, work);
+        store(work.batch * a.out_b + work.key_head * a.out_h + (row + kv_start(limits)) * a.out_s,
+              kv_written(a, limits) - row);
         shared.work_box[works % 2].arrive_empty();
     }
 }
@@ -224,23 +265,31 @@ extern "C" __global__ __cluster_dims__(2, 1, 1) void __launch_bounds__(384, 1)
     if (warpgroup == kWarpgroups) {  // the last warpgroup moves data
         setmaxnreg_dec<40>();
         if (threadIdx.x == 256) produce_queries(shared, &q, &grad, a, scratch, padded, block);
-        if (threadIdx.x == 288) produce_keys(shared, &k, &v, block);
+        if (threadIdx.x == 288) produce_keys(shared, &k, &v, a, block);
         if (threadIdx.x == 320) add_dq(shared, a, scratch, padded, block);
     } else {
         setmaxnreg_inc<232>();
         if (warpgroup == 0) {
             DvConsumer consumer{shared, block};
+            const auto begin = [&](const Work& work) {
+                consumer.of_work.begin(work);
+#if PACKED
+                consumer.clear_keys(work);
+#endif
+            };
             consume(
-                shared, a, consumer.dv, [&](Pairs&, int, int) { consumer.tile(); },
+                shared, a, consumer.dv, begin, [&](Pairs&, int, int query) { consumer.tile(a, query); },
                 [&](long long to, int rows) { store_rows(consumer.dv, a.kept, a.kept, dv + to, a.out_s, rows, a.d); });
         } else {
             DkConsumer consumer{shared, a, scratch, block};
             const auto tile = [&](Pairs& at, int key, int query) {
                 at.query = query + threadIdx.x % 4 * 2;
-                consumer.tile(at, a.mask != nullptr || query + QUERIES > a.sq || key + kKeys > key_limit(a, query) ||
-                                      key < key_from(a, query + QUERIES - 1));
+                consumer.tile(at, a.mask != nullptr || query + QUERIES > consumer.limits().sq ||
+                                      key + kKeys > key_limit(consumer.limits(), query) ||
+                                      key < key_from(consumer.limits(), query + QUERIES - 1));
             };
-            consume(shared, a, consumer.dk, tile, [&](long long to, int rows) {
+            const auto begin = [&](const Work& work) { consumer.of_work.begin(work); };
+            consume(shared, a, consumer.dk, begin, tile, [&](long long to, int rows) {
                 store_rows(consumer.dk, a.scale, a.scale, dk + to, a.out_s, rows, a.d);
             });
         }

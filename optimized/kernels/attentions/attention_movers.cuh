@@ -19,7 +19,18 @@ static_assert(QUERIES == 64 && N_OUT == 256, "what the tiles are made for");
 struct Work {
     int batch, key_head, first;
     Range queries;
+#if LENGTHS
+    Limits limits;
+#endif
 };
+
+__device__ __forceinline__ const Limits& limits_of(const Arguments& a, const Work& work) {
+#if LENGTHS
+    return work.limits;
+#else
+    return a;
+#endif
+}
 
 struct __align__(1024) Shared {
     unsigned char k[kMatrix], v[kMatrix];
@@ -44,7 +55,12 @@ __device__ __forceinline__ Work work_of(const Arguments& a, int rank, int works,
     const int heads = min(a.together, all_heads - before), place = rank - before * key_blocks;
     const int head = before + place % heads;
     const int first = (key_blocks - 1 - place / heads) * kTileRows;
-    return {head / key_heads, head % key_heads, first + kKeys * block, visitors(a, first)};
+    const Limits& limits = limits_of(a, head / key_heads);
+    Work work{head / key_heads, head % key_heads, first + kKeys * block, visitors(limits, first)};
+#if LENGTHS
+    work.limits = limits;
+#endif
+    return work;
 }
 
 // 64 rows and 64 channels at a time, from channel `x`.
@@ -65,6 +81,7 @@ __device__ __forceinline__ void produce_queries(Shared& shared, const CUtensorMa
         const Work work = shared.work[works.index] = work_of(a, ticket, scratch.works, block);
         mbarrier_arrive(shared_address(&shared.work_box[works.index].full));
         if (work.key_head < 0) return;
+        const Limits& limits = limits_of(a, shared.work[works.index]);  // read from there each time: registers are few
         for (int n = 0; n < a.group; n++) {
             const int head = work.key_head * a.group + n;
             for (int row = work.queries.from; row < work.queries.to; row += QUERIES) {
@@ -73,14 +90,16 @@ __device__ __forceinline__ void produce_queries(Shared& shared, const CUtensorMa
                 const unsigned q_full = shared_address(&shared.q_box[s].full);
                 shared.q_box[s].wait_empty(queries.parity);
                 mbarrier_arrive_expect_tx(q_full, kMatrix + 8 * QUERIES);
-                load_for_both(shared.q[s], q, q_full, 4, kRows, 0, row, head, work.batch, block);
+                load_for_both(shared.q[s], q, q_full, 4, kRows, 0, row + q_start(limits), head, PACKED ? 0 : work.batch,
+                              block);
                 bulk_load(shared_address(shared.base[s]), scratch.base + at, 4 * QUERIES, q_full);
                 bulk_load(shared_address(shared.inv[s]), scratch.inv + at, 4 * QUERIES, q_full);
                 queries.advance();
                 const unsigned grad_full = shared_address(&shared.grad_box.full);
                 shared.grad_box.wait_empty(grads.parity);
                 mbarrier_arrive_expect_tx(grad_full, kMatrix + 4 * QUERIES);
-                load_for_both(shared.grad, grad, grad_full, 4, kRows, 0, row, head, work.batch, block);
+                load_for_both(shared.grad, grad, grad_full, 4, kRows, 0, row + q_start(limits), head,
+                              PACKED ? 0 : work.batch, block);
                 bulk_load(shared_address(shared.dots), scratch.dots + at, 4 * QUERIES, grad_full);
                 grads.advance();
             }
@@ -89,7 +108,8 @@ __device__ __forceinline__ void produce_queries(Shared& shared, const CUtensorMa
 }
 
 // One thread loads their keys.
-__device__ __forceinline__ void produce_keys(Shared& shared, const CUtensorMap* k, const CUtensorMap* v, int block) {
+__device__ __forceinline__ void produce_keys(Shared& shared, const CUtensorMap* k, const CUtensorMap* v,
+                                             const Arguments& a, int block) {
     Stage<1> keys;
     for (Stage<2> works;; works.advance()) {
         Mailbox& box = shared.work_box[works.index];
@@ -100,9 +120,10 @@ __device__ __forceinline__ void produce_keys(Shared& shared, const CUtensorMap* 
         const unsigned full = shared_address(&shared.keys_box.full);
         shared.keys_box.wait_empty(keys.parity);
         mbarrier_arrive_expect_tx(full, 2 * kMatrix + 2 * kRows);
-        load(shared.k, k, full, 4, 0, work.first, work.key_head, work.batch);
-        load(shared.v, v, full, 4, 0, work.first, work.key_head, work.batch);
-        load(shared.others, k, full, 2, 128 * block, work.first ^ kKeys, work.key_head, work.batch);
+        const int start = kv_start(limits_of(a, work));
+        load(shared.k, k, full, 4, 0, work.first + start, work.key_head, work.batch);
+        load(shared.v, v, full, 4, 0, work.first + start, work.key_head, work.batch);
+        load(shared.others, k, full, 2, 128 * block, (work.first ^ kKeys) + start, work.key_head, work.batch);
         keys.advance();
     }
 }
@@ -122,7 +143,7 @@ __device__ __forceinline__ void add_dq(Shared& shared, const Arguments& a, const
             const long long head = work.batch * a.heads + work.key_head * a.group + n;
             for (int row = work.queries.from; row < work.queries.to; row += QUERIES) {
                 const long long tile = (head * (padded / QUERIES) + row / QUERIES) * kHalves + block;
-                const unsigned turn = visited(a, row & -kTileRows).to - 1 - work.first / kTileRows;
+                const unsigned turn = visited(limits_of(a, work), row & -kTileRows).to - 1 - work.first / kTileRows;
                 float* to = scratch.dq + tile * (2 * kPiece);
                 if (turn > 0) {
                     wait_for_turn(scratch.turns + tile, turn);

@@ -17,7 +17,8 @@
 // Where no query has limits, so that all tiles of a head visit the same keys, a cluster of two blocks takes two tiles, and
 // each block loads half of the keys and values for both.
 //
-// Defines: FORMAT (BF16 | FP16), CLUSTER (1 | 2), DROPOUT (0 | 1), BIAS (0 | 1), SINK (0 | 1).
+// Defines: FORMAT (BF16 | FP16), CLUSTER (1 | 2; with lengths 1), DROPOUT (0 | 1), BIAS (0 | 1), SINK (0 | 1), LENGTHS
+// (0 | 1), PACKED (0 | 1).
 #include "attention_cluster.cuh"
 #include "attention_softmax.cuh"
 #include "ptx/grid.cuh"
@@ -40,7 +41,18 @@ constexpr int kPart = 4 * kRows;  // of 128 keys and 128 channels, or of 64 valu
 struct Tile {
     int first, batch, head;
     Range blocks;
+#if LENGTHS
+    Limits limits;
+#endif
 };
+
+__device__ __forceinline__ const Limits& limits_of(const Arguments& a, const Tile& tile) {
+#if LENGTHS
+    return tile.limits;
+#else
+    return a;
+#endif
+}
 
 struct __align__(1024) Shared {
     unsigned char q[kConsumers][4 * kRows];
@@ -62,7 +74,12 @@ __device__ __forceinline__ Tile tile_of(const Arguments& a, int rank, int block)
     const int before = rank / (a.together * query_blocks) * a.together;
     const int heads = min(a.together, all_heads - before), place = rank - before * query_blocks;
     const int head = before + place % heads, first = (query_blocks - 1 - place / heads) * kQueries;
-    return {first + kTileRows * block, head / a.heads, head % a.heads, visited(a, first)};
+    const Limits& limits = limits_of(a, head / a.heads);
+    Tile tile{first + kTileRows * block, head / a.heads, head % a.heads, visited(limits, first)};
+#if LENGTHS
+    tile.limits = limits;
+#endif
+    return tile;
 }
 
 // One thread takes tiles. (Three threads share the producer's work, as it has few registers.)
@@ -98,7 +115,7 @@ __device__ __forceinline__ void produce(Shared& shared, const Load& load) {
 }
 
 // One thread loads the queries of each warpgroup when its last scores of the tile before are done.
-__device__ __forceinline__ void produce_queries(Shared& shared, const CUtensorMap* q) {
+__device__ __forceinline__ void produce_queries(Shared& shared, const CUtensorMap* q, const Arguments& a) {
     unsigned parity = 0;
     produce(shared, [&](const Tile& tile) {
         if (!tile.blocks.any()) return;
@@ -107,8 +124,8 @@ __device__ __forceinline__ void produce_queries(Shared& shared, const CUtensorMa
             shared.q_box[n].wait_empty(parity);
             mbarrier_arrive_expect_tx(full, kPart);
             for (int c = 0; c < 4; c++)
-                load_chunk(shared_address(shared.q[n]) + c * kRows, q, full, 64 * c, tile.first + 64 * n, tile.head,
-                           tile.batch);
+                load_chunk(shared_address(shared.q[n]) + c * kRows, q, full, 64 * c,
+                           tile.first + 64 * n + q_start(limits_of(a, tile)), tile.head, tile.batch);
         }
         parity ^= 1;
     });
@@ -137,9 +154,10 @@ __device__ __forceinline__ void produce_keys(Shared& shared, const CUtensorMap* 
         for (int j = tile.blocks.from; j < tile.blocks.to; j++) {
             // Not unrolled: registers are few.
 #pragma unroll 1
-            for (int half = 0; half < 2; half++) load(k, 2, 128 * half, j * kTileRows);
+            for (int half = 0; half < 2; half++) load(k, 2, 128 * half, j * kTileRows + kv_start(limits_of(a, tile)));
 #pragma unroll 1
-            for (int half = 0; half < 2; half++) load(v, 4, 0, j * kTileRows + 64 * half);
+            for (int half = 0; half < 2; half++)
+                load(v, 4, 0, j * kTileRows + 64 * half + kv_start(limits_of(a, tile)));
         }
     });
 }
@@ -150,17 +168,26 @@ struct Consumer {
     Stage<1> queries, turn;
     Stage<kParts> part;
 
-    // Both halves of a product: `issue(half, address of the part)`.
+    // Rows of a part from this one on, which are another entry's, become zeros.
+    __device__ __forceinline__ void clear_from(int row) {
+#if PACKED
+        if (row < 64) clear_rows<4>(shared.parts[part.index], kRows, max(row, 0), 64, warpgroup);
+#endif
+    }
+
+    // Both halves of a product: `issue(half, address of the part)`. Of the 128 rows of values there are `rows`.
     template <class Issue, int kCount>
-    __device__ __forceinline__ void multiply(float (&acc)[kCount], const Issue& issue) {
+    __device__ __forceinline__ void multiply(float (&acc)[kCount], int rows, const Issue& issue) {
         Mailbox& first = shared.part_box[part.index];
         first.wait_full(part.parity);
+        clear_from(rows);
         wgmma_fence();
         issue(0, shared_address(shared.parts[part.index]));
         wgmma_commit();
         part.advance();
         Mailbox& second = shared.part_box[part.index];
         second.wait_full(part.parity);
+        clear_from(rows - 64);
         wgmma_fence();
         issue(1, shared_address(shared.parts[part.index]));
         wgmma_commit();
@@ -183,7 +210,7 @@ struct Consumer {
     __device__ __forceinline__ void score(float (&s)[64]) {
         const unsigned q = shared_address(shared.q[warpgroup]);
         warpgroup == 0 ? shared.turn.wait_empty(turn.parity) : shared.turn.wait_full(turn.parity);
-        multiply(s, [&](int half, unsigned keys) {
+        multiply(s, kTileRows, [&](int half, unsigned keys) {
 #pragma unroll
             for (int step = 0; step < 8; step++)
                 wgmma_k16<FORMAT, 0, 0>(s, along_d(q, kRows, 8 * half + step), along_d(keys, 2 * kRows, step),
@@ -194,8 +221,8 @@ struct Consumer {
     }
 
     // o += p v.
-    __device__ __forceinline__ void add_values(float (&o)[kChannels / 2], const unsigned (&p)[8][4]) {
-        multiply(o, [&](int half, unsigned values) {
+    __device__ __forceinline__ void add_values(float (&o)[kChannels / 2], const unsigned (&p)[8][4], int rows) {
+        multiply(o, rows, [&](int half, unsigned values) {
 #pragma unroll
             for (int step = 0; step < 4; step++)
                 wgmma_k16<FORMAT, 1>(o, p[4 * half + step], along_rows(values, kRows, step), 1);
@@ -221,15 +248,17 @@ __device__ __forceinline__ void consume(Shared& shared, const Arguments& a, unsi
         for (int i = 0; i < kChannels / 2; i++) o[i] = 0.0f;
         for (int j = tile.blocks.from; j < tile.blocks.to; j++) {
             const int key = j * kTileRows + 2 * (threadIdx.x % 4);
+            const Limits& limits = limits_of(a, tile);
             float s[64], alpha[2];
             if (j == tile.blocks.from) q_box.wait_full(consumer.queries.parity);
             consumer.score(s);
             if (j + 1 == tile.blocks.to) q_box.arrive_empty(), consumer.queries.advance();
 #if BIAS
-            add_bias<false>(s, a, a, tile.batch, tile.head, row, key);
+            add_bias<false>(s, a, limits, tile.batch, tile.head, row, key);
 #endif
-            if ((j + 1) * kTileRows > key_limit(a, warp_row)) hide_after(s, a, row, key);
-            if (j * kTileRows < key_from(a, warp_row + 15)) hide_before(s, a, row, key);
+            const bool ends = LENGTHS && warp_row + 16 > limits.sq;
+            if ((j + 1) * kTileRows > key_limit(limits, warp_row) || ends) hide_after(s, limits, row, key);
+            if (j * kTileRows < key_from(limits, warp_row + 15)) hide_before(s, limits, row, key);
             if (mask != nullptr && !hides_nothing(a, mask, j * kTileRows)) hide_masked(s, a, mask, row, key);
             weigh(s, rows, alpha, factor(a));
             if constexpr (DROPOUT) {
@@ -244,12 +273,14 @@ __device__ __forceinline__ void consume(Shared& shared, const Arguments& a, unsi
             unsigned p[8][4];
 #pragma unroll
             for (int step = 0; step < 8; step++) pack_operand<FORMAT>(p[step], s, step);
-            consumer.add_values(o, p);
+            consumer.add_values(o, p, PACKED ? limits.skv - j * kTileRows : kTileRows);
         }
         float last[2];
         finish(last, rows, a, m, inv, tile.batch, tile.head, row, true);
-        store_rows(o, last[0], last[1], out + tile.batch * a.out_b + tile.head * a.out_h + row * a.out_s, a.out_s,
-                   a.sq - row, a.d);
+        const Limits& limits = limits_of(a, tile);
+        store_rows(o, last[0], last[1],
+                   out + tile.batch * a.out_b + tile.head * a.out_h + (row + q_start(limits)) * a.out_s, a.out_s,
+                   q_written(a, limits) - row, a.d);
         shared.tile_box[tiles.index].arrive_empty();
     }
 }
@@ -280,7 +311,7 @@ extern "C" __global__ void TWIN_CLUSTER __launch_bounds__(128 * (kConsumers + 1)
         setmaxnreg_dec<24>();
         const int block = CLUSTER > 1 ? static_cast<int>(cluster_rank()) : 0;
         if (threadIdx.x == 128 * kConsumers) take_tiles(shared, a, ticket, block);
-        if (threadIdx.x == 128 * kConsumers + 32) produce_queries(shared, &q);
+        if (threadIdx.x == 128 * kConsumers + 32) produce_queries(shared, &q, a);
         if (threadIdx.x == 128 * kConsumers + 64) produce_keys(shared, &k, &v, a, block);
     } else {
         setmaxnreg_inc<240>();

@@ -12,11 +12,12 @@ namespace twin {
 
 // A configuration is a struct with these names and, without a default, those that gemm_fp8.cu says.
 struct GemmDefaults {
-    static constexpr bool kAcross = false;  // the blocks of a cluster compute tiles side by side and share A, not B
-    static constexpr int kStageBlocks = 1;  // how many of the kStages k-blocks in the ring share a stage's barriers
-    static constexpr int kBHalves = 1;      // 2: a tile has the same columns of both halves of B's rows (x1 and x2)
-    static constexpr int kRasterRows = 8;   // gemm_tile.cuh
-    static constexpr int kBesideBytes = 0;  // of a k-block in shared memory that the configuration copies itself
+    static constexpr bool kAcross = false;     // the blocks of a cluster compute tiles side by side and share A, not B
+    static constexpr int kStageBlocks = 1;     // how many of the kStages k-blocks in the ring share a stage's barriers
+    static constexpr int kBHalves = 1;         // 2: a tile has the same columns of both halves of B's rows (x1 and x2)
+    static constexpr int kRasterRows = 8;      // gemm_tile.cuh
+    static constexpr int kBesideBytes = 0;     // of a k-block in shared memory that the configuration copies itself
+    static constexpr bool kContinues = false;  // a tile's accumulators hold what its first k-block adds to
 };
 
 // How the copy engine reads A and B: in boxes of a part's rows and, at the matrix's edge, in boxes of the remaining
@@ -165,7 +166,8 @@ struct GemmFP8 {
             const auto a = this->a(stage), b = this->b(stage);
 #pragma unroll
             for (int k = 0; k < 4; k++)
-                wgmma_k32<typename Config::A, typename Config::B>(acc, a + 2 * k, b + 2 * k, !first || k > 0);
+                wgmma_k32<typename Config::A, typename Config::B>(acc, a + 2 * k, b + 2 * k,
+                                                                  Config::kContinues || !first || k > 0);
         }
     };
 };
@@ -206,8 +208,10 @@ struct SplitMainloop : Mainloop<typename Gemm::Map> {
 
     template <int kCount>
     __device__ __forceinline__ void sum(float (&acc)[kCount], bool more) {
+        if constexpr (!Config::kContinues) {
 #pragma unroll
-        for (int i = 0; i < kCount; i++) acc[i] = 0.0f;
+            for (int i = 0; i < kCount; i++) acc[i] = 0.0f;
+        }
         if constexpr (kAlternating) {
             alternate([&](const float (&partial)[kCount], int stage) { promote(acc, 0, partial, beside(stage)); },
                       [&](int stage) { promote.template load<kBlockN>(beside(stage)), promote.take_loaded(); });

@@ -8,6 +8,7 @@
 #include "gemm_epilogue.cuh"
 #include "gemm_tile.cuh"
 #include "ptx/elect.cuh"
+#include "ptx/fence_block.cuh"
 
 namespace twin {
 

@@ -1,4 +1,4 @@
-// Fences: between the ordinary (generic) and the asynchronous view of shared memory, and of a block.
+// Fences between the ordinary (generic) and the asynchronous view of shared memory.
 #pragma once
 
 namespace twin {
@@ -13,8 +13,5 @@ __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.
 
 // The same for all memory, and for what the copy engine has written.
 __device__ __forceinline__ void fence_proxy_async_all() { asm volatile("fence.proxy.async;" ::: "memory"); }
-
-// This thread's loads and stores so far are done, as every thread of the block sees them.
-__device__ __forceinline__ void fence_block() { asm volatile("fence.acq_rel.cta;" ::: "memory"); }
 
 }  // namespace twin

@@ -15,7 +15,6 @@ from optimized.cuda.tensor_map import TensorMap, encode
 from optimized.ops.random.dropout import advance
 from reference.ops.attentions.attention import BLOCK, LOWEST, NO_LIMIT, factor, limits, outputs
 from reference.ops.attentions.attention_bias import diagonal
-from reference.ops.attentions.attention_lengths import without_lengths
 from reference.ops.attentions.attention_options import Options
 from reference.ops.attentions.attention_packed import batch_of, by_heads, sizes
 from reference.ops.library import on_cuda
@@ -111,8 +110,7 @@ CONFIGURATIONS = [
     for entries in ENTRIES
     for more in ((False, False), (True, False), (False, True))
     for case in itertools.product(FORMATS, CAPACITIES, EITHER)
-    if not (entries.lengths and case[1] == WIDE)
-    for cluster in ((1, 2) if case[1] == WIDE else (1,))
+    for cluster in ((1, 2) if case[1] == WIDE and not entries.lengths else (1,))
 ]
 
 _gaps = launch.function("attention_gaps", "attention_gaps", {"FORMAT": "BF16", "LENGTHS": 1, "PACKED": 1})
@@ -208,19 +206,13 @@ def clear_gaps(
     launch.launch(_gaps, (batch_of(options)[0] + 1, _GAP_BLOCKS), (256,), args, device=q.device.index)
 
 
-def readable(options: Options, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Options:
-    """The options with a bias and slopes that the kernels can read: rows of neighbours, or copies.
-
-    For wide heads, whose kernels know no lengths, these become the mask that hides all other pairs (and ALiBi a bias,
-    where its diagonal ends with each entry), which changes no bit.
-    """
+def readable(options: Options) -> Options:
+    """The options with a bias and slopes that the kernels can read: rows of neighbours, or copies."""
     bias, slopes = options.bias, options.slopes
     if bias is not None and bias.stride(3) != 1 and bias.numel():
         options = options._replace(bias=bias.contiguous())
     if slopes is not None:
         options = options._replace(slopes=slopes.contiguous())
-    if options.has_lengths and widest(q, v) == WIDE:
-        return without_lengths((*q.shape[:3], k.shape[2]), options)
     return options
 
 
@@ -231,7 +223,7 @@ def attention(
     """softmax(q kᵀ · scale) v -> (out `[b, h, sq, e]`, m fp32 `[b, h, sq]`, inv fp32 `[b, h, sq]`)."""
     result, m, inv = outputs(q, k, v, *given)
     q, k, v, out = by_heads(q), by_heads(k), by_heads(v), by_heads(result)
-    options = readable(Options(*given), q, k, v)
+    options = readable(Options(*given))
     dropout, rng_state = options.dropout, options.rng_state
     b, h, _, sq, skv = sizes(q, k, options)
     check_grid("twin::attention", q, b)
@@ -243,7 +235,8 @@ def attention(
         boxes = (64, BLOCK, 64) if wide else (queries, BLOCK, BLOCK)
         maps = [tensor_map(x, rows).argument for x, rows in zip(inputs, boxes, strict=True)]
         # Two tiles that visit the same keys share them.
-        cluster = 2 if wide and sq > queries and (a["lower"], a["upper"]) == (-NO_LIMIT, NO_LIMIT) else 1
+        alike = (a["lower"], a["upper"]) == (-NO_LIMIT, NO_LIMIT) and not options.has_lengths
+        cluster = 2 if wide and sq > queries and alike else 1
         more = (options.biased, options.sinks is not None, Entries.of(options), cluster)
         kernel, reset = _kernels(q.dtype, size, threshold(dropout) > 0, *more)
         threads, smem = 2 * queries + 128, kernel.max_dynamic_smem

@@ -86,11 +86,9 @@ def _configurations(several: tuple[Entries, ...]) -> Iterator[Any]:
     """All that are launched for such batches."""
     cases: Any = itertools.product(attention.FORMATS, attention.CAPACITIES, *[_EITHER] * 2, several)
     for case in cases:
-        if not (case[1] == WIDE and case[4].lengths):
-            yield _kernel(*case).configuration
+        yield _kernel(*case).configuration
     for dtype, d, entries in itertools.product(attention.FORMATS, attention.CAPACITIES, several):
-        if not (d == WIDE and entries.lengths):
-            yield _end_kernel(dtype, d, entries, "dots").configuration
+        yield _end_kernel(dtype, d, entries, "dots").configuration
     narrow = [d for d in attention.CAPACITIES if d != WIDE]
     for dtype, d, entries in itertools.product(attention.FORMATS, narrow, several):
         for dropout in _EITHER:
@@ -117,7 +115,7 @@ def attention_backward(
     """-> (dq like q, dk like k, dv like v); arguments as in `reference.ops.attentions.attention_backward`."""
     results = outputs(grad, q, k, v, out, m, inv, *given)
     grad, q, k, v, out = map(by_heads, (grad, q, k, v, out))
-    options = attention.readable(Options(*given), q, k, v)._replace(sinks=None)  # 1 / l has what sinks take
+    options = attention.readable(Options(*given))._replace(sinks=None)  # 1 / l has what sinks take
     b, _, _, sq, skv = sizes(q, k, options)
     attention.check_grid("twin::attention_backward", q, b)
     if not q.numel() or not k.numel() or not sq or not skv:

@@ -34,7 +34,6 @@ CONFIGURATIONS = [
     _kernel(*case, entries).configuration
     for several in (ENTRIES[:2], ENTRIES[2:])
     for *case, entries in itertools.product(attention.FORMATS, attention.CAPACITIES, attention.EITHER, several)
-    if not (case[1] == attention.WIDE and entries.lengths)
 ]
 
 
@@ -52,7 +51,7 @@ def attention_bias_backward(
     """-> dbias of bias's shape and dtype; arguments as in `reference.ops.attentions.attention_backward`."""
     dbias = bias_outputs(grad, q, k, v, out, m, inv, *given)
     grad, q, k, v, out = inputs = tuple(attention.loadable(by_heads(x)) for x in (grad, q, k, v, out))
-    options = attention.readable(Options(*given), q, k, v)
+    options = attention.readable(Options(*given))
     b, _, _, sq, skv = sizes(q, k, options)
     attention.check_grid("twin::attention_bias_backward", q, b)
     if not q.numel() or not k.numel() or not sq or not skv:

@@ -26,7 +26,8 @@ THREADS = {x: BLOCK // 8 * BLOCK * x.itemsize // 16 for x in WIDE}  # of a tile
 CONFIGURATIONS = [one.configuration for one in _kernels.values()]
 
 
-def _run(x: torch.Tensor, out: Two, out_t: Two | None, *blocks: *Blocks) -> None:
+def run(x: torch.Tensor, out: Two, out_t: Two | None, *blocks: *Blocks) -> None:
+    """Launch the kernel on checked arguments."""
     (rows, cols), (dtype, square, dialect, epsilon) = x.shape, blocks
     if rows == 0 or cols == 0:  # no result has an element
         return
@@ -43,7 +44,7 @@ def _run(x: torch.Tensor, out: Two, out_t: Two | None, *blocks: *Blocks) -> None
 def cast_blocks(x: torch.Tensor, *blocks: *Blocks) -> Two:
     """x `[rows, cols]`, fp32, bf16 or fp16 -> (q `[rows, cols]` of `dtype`, scale_inv fp32)."""
     out = outputs(x, *blocks)
-    _run(x, out, None, *blocks)
+    run(x, out, None, *blocks)
     return out
 
 
@@ -51,5 +52,5 @@ def cast_blocks(x: torch.Tensor, *blocks: *Blocks) -> Two:
 def cast_blocks_transpose(x: torch.Tensor, *blocks: *Blocks) -> Four:
     """x `[rows, cols]` -> (q, q_t `[cols, ceil16(rows)]`, scale_inv, scale_inv_t); zero codes fill q_t up."""
     q, q_t, scale_inv, scale_inv_t = out = transpose_outputs(x, *blocks)
-    _run(x, (q, scale_inv), (q_t, scale_inv_t), *blocks)
+    run(x, (q, scale_inv), (q_t, scale_inv_t), *blocks)
     return out

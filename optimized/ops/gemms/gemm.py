@@ -40,7 +40,7 @@ _ADDING = itertools.product(HALVES[:1], OUTPUTS, [True], [True], TILES, [True])
 CONFIGURATIONS = [config(*case).listed for case in (*_EVERY_TILE, *_EVERY_FORMAT, *_ADDING)]
 
 
-def _transposed(x: torch.Tensor) -> bool:
+def is_transposed(x: torch.Tensor) -> bool:
     """Whether `x` `[rows, K]` is a transposed view, in which the rows' numbers lie side by side in memory."""
     rows, depth = x.shape
     return not (x.stride(1) == 1 or depth == 1) and (x.stride(0) == 1 or rows == 1)
@@ -52,21 +52,21 @@ UNALIGNED = (
 )
 
 
-def _loadable(x: torch.Tensor) -> tuple[torch.Tensor, int]:
+def padded(x: torch.Tensor) -> tuple[torch.Tensor, int]:
     """`x`, or a copy in padded memory; and how many elements lie from one contiguous line of it to the next."""
-    lines, line = (x.shape[1], x.shape[0]) if _transposed(x) else (x.shape[0], x.shape[1])
+    lines, line = (x.shape[1], x.shape[0]) if is_transposed(x) else (x.shape[0], x.shape[1])
     padded = -(-line // 8) * 8
     # The stride of a dimension of one element means nothing, and torch may report any number.
-    stride = padded if lines == 1 else x.stride(1 if _transposed(x) else 0)
+    stride = padded if lines == 1 else x.stride(1 if is_transposed(x) else 0)
     if x.data_ptr() % 16 == 0 and stride % 8 == 0 and stride > 0:
         return x, stride
     tell_once("gemm", UNALIGNED)
     memory = x.new_empty((lines, padded))[:, :line]
-    copy = memory.t() if _transposed(x) else memory
+    copy = memory.t() if is_transposed(x) else memory
     return copy.copy_(x), padded
 
 
-def _map(x: torch.Tensor, stride: int, transposed: bool, box_rows: int) -> TensorMap:
+def operand_map(x: torch.Tensor, stride: int, transposed: bool, box_rows: int) -> TensorMap:
     rows, depth = x.shape
     if transposed:
         return encode(x.data_ptr(), x.dtype, (rows, depth), (2 * stride,), (64, 64), 128, 256)
@@ -127,13 +127,13 @@ def gemm_tiled(
         zero = torch.zeros(n, dtype=torch.float32, device=a.device) if bias is None else bias.expand(m, n)
         return out.copy_(out.float() + zero if add else zero)
     bias = loadable(bias)
-    a, a_stride = _loadable(a)
-    b, b_stride = _loadable(b)
-    transpose_a, transpose_b = _transposed(a), _transposed(b)
+    a, a_stride = padded(a)
+    b, b_stride = padded(b)
+    transpose_a, transpose_b = is_transposed(a), is_transposed(b)
     index = a.device.index
     cut = tile.cut(m, n, multiprocessors(index)) if cut is None else cut
-    a_map = _map(a, a_stride, transpose_a, tile.block_m)
-    b_map = _map(b, b_stride, transpose_b, tile.block_n // tile.cluster)
+    a_map = operand_map(a, a_stride, transpose_a, tile.block_m)
+    b_map = operand_map(b, b_stride, transpose_b, tile.block_n // tile.cluster)
     sizes = (np.int32(m), np.int32(n), np.int32(k), np.int32(cut))
     args = (a_map.argument, b_map.argument, out.data_ptr(), *bias_arguments(bias), *sizes)
     config(a.dtype, out_dtype, transpose_a, transpose_b, tile, add).launch(index, cut, args)

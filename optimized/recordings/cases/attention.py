@@ -192,7 +192,7 @@ def with_more(c: Inputs) -> Iterator[Drawn]:
     """Sinks, ALiBi, and lengths of the batch's entries."""
     for d, dropout in ((64, 0.1), (128, 0.0), (256, 0.0)):
         yield _draw(c, (1, 4, 2, 130, 150, d), dropout=dropout, sinks=c.normal(4, dtype=FP32))
-    for d in (64, 256):  # wide heads have a mask of them
+    for d in (64, 256):
         given: dict[str, Any] = {"q_lengths": lengths(c, 130), "kv_lengths": lengths(c, 150)}
         yield _draw(c, (2, 4, 2, 130, 150, d), mask_type="causal", dropout=0.1, contiguous=True, **given)
     for d, slopes in (

@@ -235,6 +235,9 @@ OPS: dict[str, Callable[..., Results]] = {
     "norm": lambda x, weight, bias, eps, zero, kind, *_: [_norm(x, weight, bias, eps, zero, kind)],
     "norm_scale": lambda x, weight, bias, eps, zero, kind, *_: [_norm(x, weight, bias, eps, zero, kind)],
     "norm_cast_transpose": lambda x, weight, bias, eps, zero, kind, *_: [_norm(x, weight, bias, eps, zero, kind)],
+    "norm_cast_blocks_transpose": lambda x, weight, bias, eps, zero, kind, *_: [
+        _norm(x, weight, bias, eps, zero, kind)
+    ],
     "norm_backward": _norm_backward,
     "gemm": lambda a, b, bias, _: [_gemm(a, b, bias)],
     "gemm_fp8": lambda a, b, sa, sb, bias, *_: [_gemm_fp8(a, b, sa, sb, bias)],

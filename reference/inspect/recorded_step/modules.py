@@ -70,7 +70,7 @@ class Modules:
 
 
 class _Located(Hook):
-    """Hands pairs on to the player, which sees the dispatch mode and so runs their ops one by one."""
+    """Hands pairs on to the runner, which sees the dispatch mode and so runs their ops one by one."""
 
     def __init__(self, modules: Modules) -> None:
         super().__init__()

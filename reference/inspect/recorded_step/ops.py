@@ -54,6 +54,7 @@ RESULTS = {
     "norm": ("out", "mean", "rstd"),
     "norm_scale": ("out", "mean", "rstd", "scale"),
     "norm_cast_transpose": (*_CAST, "mean", "rstd"),
+    "norm_cast_blocks_transpose": (*_CAST, "scale_inv_t", "mean", "rstd"),
     "norm_backward": ("dx", "dweight", "dbias"),
     "gemm_fp8_activation": ("h", *_CAST),
     "gemm_fp8_activation_backward": (*_CAST, "dbias"),

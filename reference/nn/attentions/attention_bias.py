@@ -10,20 +10,20 @@ import torch
 from reference.nn.core.checks import Shape
 from reference.ops.attentions.attention_bias import diagonal
 
-KINDS = ("no_bias", "post_scale_bias", "alibi")
+TYPES = ("no_bias", "post_scale_bias", "alibi")
 
 
 class Bias(NamedTuple):
     """A forward's three arguments, by what they are."""
 
-    kind: Any = "no_bias"
+    bias_type: Any = "no_bias"
     values: Any = None
     slopes: Any = None
 
     @property
     def given(self) -> bool:
         """Whether any of the three says more than "no bias"."""
-        return not (type(self.kind) is str and self.kind == "no_bias" and self.values is self.slopes is None)
+        return not (type(self.bias_type) is str and self.bias_type == "no_bias" and self.values is self.slopes is None)
 
     def arguments(self) -> dict[str, Any]:
         """By a forward's names."""
@@ -36,42 +36,42 @@ NO_BIAS = Bias()
 
 def check_bias(layer: str, bias: Bias, dtype: torch.dtype, shape: Shape, device: torch.device) -> None:
     """Refuse a bias that attention of `dtype` and `shape` [b, h, sq, skv] does not take."""
-    if bias.kind not in KINDS:
-        raise ValueError(f"{layer}: core_attention_bias_type={bias.kind!r}; one of {KINDS} is accepted.")
+    if bias.bias_type not in TYPES:
+        raise ValueError(f"{layer}: core_attention_bias_type={bias.bias_type!r}; one of {TYPES} is accepted.")
     named = (("core_attention_bias", bias.values, "post_scale_bias"), ("alibi_slopes", bias.slopes, "alibi"))
     for name, x, wanted in named:
         if x is None:
             continue
         if not isinstance(x, torch.Tensor) or x.layout is not torch.strided or x.is_nested:
             raise TypeError(f"{layer}: {name}={type(x).__name__}; a dense tensor is accepted.")
-        if bias.kind != wanted:
+        if bias.bias_type != wanted:
             raise ValueError(
-                f"{layer}: {name} with core_attention_bias_type={bias.kind!r}; it goes with {wanted!r} alone."
+                f"{layer}: {name} with core_attention_bias_type={bias.bias_type!r}; it goes with {wanted!r} alone."
             )
         if x.device != device:
             raise RuntimeError(
                 f"{layer}: {name} is on {x.device}, the activations on {device}; one device is accepted."
             )
-    if bias.kind == "post_scale_bias":
+    if bias.bias_type == "post_scale_bias":
         _check_values(layer, bias.values, dtype, shape)
-    if bias.kind == "alibi":
+    if bias.bias_type == "alibi":
         _check_slopes(layer, bias.slopes, shape)
 
 
 def check_sinks(layer: str, core: Any, bias: Bias, dtype: torch.dtype) -> None:
     """Refuse what a softmax_type other than "vanilla" does not go with."""
-    kind = core.softmax_type
-    if kind == "vanilla":
+    softmax_type = core.softmax_type
+    if softmax_type == "vanilla":
         return
     if bias.given:
         raise NotImplementedError(
-            f"{layer}: core_attention_bias_type={bias.kind!r} with softmax_type={kind!r} is not offered; 'no_bias' is "
-            f"accepted."
+            f"{layer}: core_attention_bias_type={bias.bias_type!r} with softmax_type={softmax_type!r} is not offered; "
+            f"'no_bias' is accepted."
         )
     if dtype == torch.float32 or core.attention_backend != "exact":
         raise NotImplementedError(
-            f"{layer}: softmax_type={kind!r} in {dtype} with attention_backend={core.attention_backend!r} is not "
-            f"offered; bfloat16 and float16 are accepted with 'exact'."
+            f"{layer}: softmax_type={softmax_type!r} in {dtype} with attention_backend={core.attention_backend!r} is "
+            f"not offered; bfloat16 and float16 are accepted with 'exact'."
         )
 
 

@@ -18,7 +18,7 @@ import torch
 
 from reference.checkpoints import checkpoint_format, transformer_engine_state
 from reference.memory.recompute import Run, current_run
-from reference.nn.attentions.core_attention import CorePlan
+from reference.nn.attentions.exact_attention import CorePlan
 from reference.nn.attentions.heads import dense_rows
 from reference.nn.core.compiled import before
 from reference.nn.core.context import BlockContext
@@ -28,8 +28,8 @@ from reference.recipe import Recipe
 from reference.recipes.quantized import Quantized
 from reference.recipes.quantizer import Quantizer
 from reference.recipes.roles import Role, Roles
-from reference.state.applied_device import byte_after
 from reference.state.scaling import KEYS
+from reference.state.target_device import probe_target
 from reference.support.nested import Tensors
 
 ROLES = (Role("attention", "q", 0), Role("attention", "k", 1), Role("attention", "v", 4))
@@ -150,7 +150,7 @@ class FP8Attention(TransformerEngineBaseModule):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         super()._apply(fn, recurse)
-        self._set_device(byte_after(fn, self._device).device)
+        self._set_device(probe_target(fn, self._device).device)
         return self
 
     def runs_in(self, recipe: Recipe) -> bool:

@@ -35,9 +35,9 @@ class Lengths(NamedTuple):
         q, kv, q_padded, kv_padded, max_q, max_kv = self
         return not (q is kv is q_padded is kv_padded is max_q is max_kv is None)
 
-    def read_by(self, kind: str) -> bool:
+    def read_by(self, mask_type: str) -> bool:
         """Whether a mask type takes them: a padding type, if more than the longest ones are given."""
-        return MASK_TYPES[kind][1] and kind != "arbitrary" and not (self.q is self.kv is None)
+        return MASK_TYPES[mask_type][1] and mask_type != "arbitrary" and not (self.q is self.kv is None)
 
     def counts(self) -> "Counts":
         """How many queries and keys each sequence has: one tensor where they are alike."""
@@ -72,17 +72,17 @@ NO_LENGTHS = Lengths()
 
 
 def check_lengths(
-    layer: str, given: Lengths, kind: str, shape: Shape, tokens: tuple[int, int] | None, device: torch.device
+    layer: str, given: Lengths, mask_type: str, shape: Shape, tokens: tuple[int, int] | None, device: torch.device
 ) -> None:
-    """Refuse lengths that do not fit attention of `shape` [b, h, sq, skv], whether mask type `kind` reads them or not.
+    """Refuse lengths that do not fit attention of `shape` [b, h, sq, skv], whether `mask_type` reads them or not.
 
     `tokens`: of queries and of keys in "thd", else None. On a GPU numbers are checked there: an assertion ends the
     program.
     """
     batch, _, *longest = shape
-    reads = given.read_by(kind)
+    reads = given.read_by(mask_type)
     if tokens is not None and not reads:
-        raise ValueError(f"{layer}: qkv_format='thd' with the mask type {kind!r}; a padding type is accepted.")
+        raise ValueError(f"{layer}: qkv_format='thd' with the mask type {mask_type!r}; a padding type is accepted.")
     for n, name in enumerate(NAMES[:4]):
         if given[n] is not None or (n < 2 and reads):
             _check_one(layer, name, given[n], batch, device)
@@ -219,14 +219,16 @@ Counts = tuple[torch.Tensor, torch.Tensor]
 """How many queries and keys each sequence has, int32 `[b]`."""
 
 
-def lengths_of_masks(kind: str, window: tuple[int, int], mask: Any, batch: int, bias: Any = "no_bias") -> Counts | None:
+def lengths_of_masks(
+    mask_type: str, window: tuple[int, int], mask: Any, batch: int, bias: Any = "no_bias"
+) -> Counts | None:
     """Those of two padding masks, if each sequence has a diagonal of its own; otherwise None: masks say all.
 
     One mask is of queries and keys alike, whose diagonal is that of the whole batch.
     """
     if not isinstance(mask, tuple) or len(mask) != 2 or not all(isinstance(one, torch.Tensor) for one in mask):
         return None  # what is no pair of masks is refused elsewhere
-    if mask[0] is mask[1] or not has_diagonals(kind, window, bias):
+    if mask[0] is mask[1] or not has_diagonals(mask_type, window, bias):
         return None
     for whose, one in zip(("queries", "keys"), mask, strict=True):
         if one.device.type != "meta" and (one.device.type != "cpu" or torch.compiler.is_compiling()):
@@ -236,18 +238,18 @@ def lengths_of_masks(kind: str, window: tuple[int, int], mask: Any, batch: int, 
 
 
 def lengths_mask(
-    kind: str, window: tuple[int, int], counts: Counts, shape: Shape
+    mask_type: str, window: tuple[int, int], counts: Counts, shape: Shape
 ) -> tuple[str, tuple[int, int], torch.Tensor]:
     """The mask type and the window that are left, and a mask `[b, 1, sq, skv]` that hides all else.
 
     Without top-left alignment a sequence's diagonal ends at its own last query and key.
     """
     b, h, sq, skv = shape
-    rule, left, right, hidden = hidden_by_lengths(MASK_TYPES[kind][0], *window, (b, h, sq, skv), *counts)
-    return kind if rule == "causal" else "padding", (left, right), hidden
+    rule, left, right, hidden = hidden_by_lengths(MASK_TYPES[mask_type][0], *window, (b, h, sq, skv), *counts)
+    return mask_type if rule == "causal" else "padding", (left, right), hidden
 
 
-def lengths_alibi(slopes: torch.Tensor, kind: str, counts: Counts, shape: Shape) -> torch.Tensor | None:
+def lengths_alibi(slopes: torch.Tensor, mask_type: str, counts: Counts, shape: Shape) -> torch.Tensor | None:
     """ALiBi's numbers `[b, h, sq, skv]` where each sequence has a diagonal of its own, otherwise None."""
     b, h, sq, skv = shape
-    return alibi_by_lengths(slopes, (b, h, sq, skv), *counts) if has_diagonals(kind, (-1, -1), "alibi") else None
+    return alibi_by_lengths(slopes, (b, h, sq, skv), *counts) if has_diagonals(mask_type, (-1, -1), "alibi") else None

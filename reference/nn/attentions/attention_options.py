@@ -70,7 +70,7 @@ class Options(NamedTuple):
         layer: str,
         names: Names,
         core: Any,
-        kind: str,
+        mask_type: str,
         window: tuple[int, int],
         mask: Any,
         shape: tuple[int, int, int, int],
@@ -89,18 +89,18 @@ class Options(NamedTuple):
                 f"offered, because PyTorch's attention shows no scores; bfloat16 and float16 are accepted with 'exact'."
             )
         if self.lengths.given:
-            check_lengths(layer, self.lengths, kind, shape, tokens, device)
-        if self.lengths.read_by(kind):
+            check_lengths(layer, self.lengths, mask_type, shape, tokens, device)
+        if self.lengths.read_by(mask_type):
             if not (mask is None or isinstance(mask, (torch.Tensor, tuple))):
                 raise TypeError(f"{layer}: {names[0]}={mask!r}; None, a bool tensor or two are accepted.")
             if mask is not None and tokens is None:  # it is not read, and a diagonal does not depend on it
-                check_mask(layer, names, kind, mask, NO_WINDOWS[0], shape, device)
+                check_mask(layer, names, mask_type, mask, NO_WINDOWS[0], shape, device)
         elif self.inference is None:
-            check_mask(layer, names, kind, mask, window, shape, device, self.bias.kind)
+            check_mask(layer, names, mask_type, mask, window, shape, device, self.bias.bias_type)
         if self.bias.given:
             check_bias(layer, self.bias, dtype, shape, device)
         if core.attention_backend == "cudnn":
-            check_cudnn(dtype, device, shape[2:], kind, window, self.bias.kind)
+            check_cudnn(dtype, device, shape[2:], mask_type, window, self.bias.bias_type)
         elif dtype != torch.float32 and device.type == "cuda":
             check_grid(layer, shape[0], shape[1], device)
 

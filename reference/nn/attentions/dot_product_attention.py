@@ -1,6 +1,6 @@
 """`DotProductAttention`: softmax(q·kᵀ·scale, masked)·v per head.
 
-Checks are here, the pair of functions in `reference.nn.attentions.core_pair`, the arithmetic in
+Checks are here, the pair of functions in `reference.nn.attentions.dot_product_pair`, the arithmetic in
 `reference.ops.attentions.attention`. As in Transformer Engine, True in a mask means hidden, and a query that sees no
 key gives zeros. In fp32 attention is PyTorch's own, and with `attention_backend="cudnn"` it is cuDNN's; both are
 outside the bit contract. Under a recipe with fp8_dpa=True the forward is in FP8
@@ -18,14 +18,14 @@ from reference.memory.recompute import checkpoint
 from reference.nn.attentions.attention_bias import Bias
 from reference.nn.attentions.attention_fp8 import FP8Attention
 from reference.nn.attentions.attention_lengths import Lengths, packed
-from reference.nn.attentions.attention_of_torch import cudnn_attention, torch_attention
 from reference.nn.attentions.attention_options import NO_OPTIONS, Options, defaults_of, unpacked
-from reference.nn.attentions.core_attention import CorePlan, Mask, max_logit
-from reference.nn.attentions.core_call import Call, cached_call_of, call_of, context_of
-from reference.nn.attentions.core_pair import Plan, backward, forward
+from reference.nn.attentions.dot_product_pair import Plan, backward, forward
+from reference.nn.attentions.dot_product_plan import Call, cached_call_of, call_of, context_of
+from reference.nn.attentions.exact_attention import CorePlan, Mask, max_logit
 from reference.nn.attentions.inference import InferenceParams
 from reference.nn.attentions.inference_step import Cached, ended, entered
 from reference.nn.attentions.packing import moved
+from reference.nn.attentions.torch_attention import cudnn_attention, torch_attention
 from reference.nn.core.attributes import OfCoreAttention
 from reference.nn.core.autograd import differentiable, wanted
 from reference.nn.core.checks import (
@@ -68,7 +68,7 @@ class DotProductAttention(OfCoreAttention, ContextGroup, FP8Attention):
             (`reference.ops.attentions.attention_sink`), of which `softmax_offset` is None, fp32 zeros `[h]`, or a
             parameter.
         return_max_logit: `forward` also returns each head's largest score (scaled, biased, not hidden; without sinks),
-            `[h]` in the output's dtype, without gradient: see `reference.nn.attentions.core_attention.max_logit`. It
+            `[h]` in the output's dtype, without gradient: see `reference.nn.attentions.exact_attention.max_logit`. It
             costs a reduction of `[b, h, sq]` numbers.
         get_rng_state_tracker: dropout draws inside `tracker().fork()`; without dropout nothing does.
         tp_*, cp_*, sequence_parallel: as in `Linear`. softcap and the rest: only "off" is offered.
@@ -137,6 +137,9 @@ class DotProductAttention(OfCoreAttention, ContextGroup, FP8Attention):
         self.softmax_type = softmax_type
         zeros = None if softmax_type == "vanilla" else self._zeros(device)
         self.softmax_offset = torch.nn.Parameter(zeros) if softmax_type == "learnable" and zeros is not None else zeros
+
+    of_heads: tuple[int, int, int] | None = None
+    """Where ranks have some of the heads: how many are here, how many there are, which is the first here."""
 
     def _zeros(self, device: torch.device) -> torch.Tensor:
         with torch.inference_mode(False):
@@ -245,16 +248,16 @@ class DotProductAttention(OfCoreAttention, ContextGroup, FP8Attention):
                 checkpoint_core_attention=checkpoint_core_attention,
             )
         layout = self.qkv_format if qkv_format is None else qkv_format
-        kind = self.attn_mask_type if attn_mask_type is None else attn_mask_type
-        check_mask_type("DotProductAttention", "attn_mask_type", kind)
-        core = self.core_plan(kind, window_size)
+        mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
+        check_mask_type("DotProductAttention", "attn_mask_type", mask_type)
+        core = self.core_plan(mask_type, window_size)
         options.check_cache("DotProductAttention", layout)
         given: Any = (query_layer, key_layer, value_layer)
         if qkv_layer is not None or kv_layer is not None or qkv_interleave_dim != _DEFAULTS["qkv_interleave_dim"]:
             packed_by = (qkv_layer, kv_layer, qkv_interleave_dim)
             given = unpacked("DotProductAttention", given, *packed_by, layout, inference_params is not None)
         if inference_params is not None and torch.is_grad_enabled():
-            how: dict[str, Any] = {"attn_mask_type": kind, "window_size": window_size, **options.arguments()}
+            how: dict[str, Any] = {"attn_mask_type": mask_type, "window_size": window_size, **options.arguments()}
             return ended(self, *given, attention_mask, layout, bottom_right_diagonal=bottom_right_diagonal, **how)
         tokens = None
         if layout == "thd":
@@ -268,15 +271,15 @@ class DotProductAttention(OfCoreAttention, ContextGroup, FP8Attention):
         x, mask, shape = given[0], attention_mask, self._shape(given, layout, options.lengths)
         if inference_params is not None:
             sizes = (shape[0], shape[2])
-            inference_params.check("DotProductAttention", self, x.dtype, x.device, sizes, mask, kind, True)
-        masked = (kind, core.window, mask)
+            inference_params.check("DotProductAttention", self, x.dtype, x.device, sizes, mask, mask_type, True)
+        masked = (mask_type, core.window, mask)
         options.check("DotProductAttention", MASK_NAMES, self, *masked, shape, tokens, x.dtype, x.device)
         self.refuse_in_fp8("DotProductAttention", x.dtype, options.bias.given, inference_params is not None)
         fp8 = context_of(self, x.dtype, x.device) if x.dtype != torch.float32 else None
         by_torch = x.dtype == torch.float32 or core.backend == "cudnn"
         cached = None
         if inference_params is not None:
-            cached, step = inference_params.step_of(self, MASK_TYPES[kind][0] != "none", core.window)
+            cached, step = inference_params.step_of(self, MASK_TYPES[mask_type][0] != "none", core.window)
             call = cached_call_of(self, core, step, x)
         else:
             call = call_of(self, core, mask, options, shape, x, by_torch or fp8 is not None, tokens)
@@ -338,7 +341,7 @@ class DotProductAttention(OfCoreAttention, ContextGroup, FP8Attention):
 
     def slopes(self, bias: Bias, device: torch.device) -> torch.Tensor | None:
         """ALiBi's slopes: those given, or the default ones, which stay on the device that they were needed on."""
-        if bias.kind != "alibi" or bias.slopes is not None:
+        if bias.bias_type != "alibi" or bias.slopes is not None:
             return bias.slopes
         if self._default_slopes is None or self._default_slopes.device != device:
             slopes = default_slopes(self.num_attention_heads).to(device)
@@ -357,6 +360,8 @@ class DotProductAttention(OfCoreAttention, ContextGroup, FP8Attention):
         """The newly seeded state from which `twin::attention` drops in this forward; None where it drops nothing."""
         if core.p == 0 or core.backend == "cudnn":
             return None
+        if self.of_heads is not None:
+            self.generator.at(*self.of_heads)
         self.generator.draw(inp.device)
         return self.generator.take()
 

@@ -216,7 +216,7 @@ class InferenceParams(OfCache, DeviceDefault):
         device: torch.device,
         sizes: tuple[int, int],
         mask: Any,
-        kind: str,
+        mask_type: str,
         alone: bool = False,
     ) -> None:
         """Refuse a forward of `layer` that the cache does not fit, before anything changes.
@@ -225,16 +225,16 @@ class InferenceParams(OfCache, DeviceDefault):
             core: the layer's `DotProductAttention`.
             dtype, device: of its activations.
             sizes: the batch, and the length of the new tokens.
-            mask, kind: `attention_mask` and the mask type.
+            mask, mask_type: `attention_mask` and the mask type.
             alone: whether `core` is called by itself, and so nobody else allocates its cache.
         """
         if torch.compiler.is_compiling():
             raise NotImplementedError(f"{layer}: inference_params under torch.compile is not offered; eager mode is.")
-        if core.attention_type == "cross" or core.attention_backend == "cudnn" or kind == "arbitrary":
+        if core.attention_type == "cross" or core.attention_backend == "cudnn" or mask_type == "arbitrary":
             raise NotImplementedError(
                 f"{layer}: inference_params with attention_type={core.attention_type!r}, attention_backend="
-                f"{core.attention_backend!r} and the mask type {kind!r} is not offered; 'self', 'exact' and any type "
-                f"but 'arbitrary' are accepted."
+                f"{core.attention_backend!r} and the mask type {mask_type!r} is not offered; 'self', 'exact' and any "
+                f"type but 'arbitrary' are accepted."
             )
         if mask is not None:
             raise ValueError(

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from reference.arguments import MASK_TYPES
-from reference.nn.attentions.core_attention import CorePlan
+from reference.nn.attentions.exact_attention import CorePlan
 from reference.ops.library import twin
 
 

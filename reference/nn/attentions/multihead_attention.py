@@ -14,25 +14,27 @@ from reference.memory.recompute import current_run
 from reference.nn.attentions.apply_rotary import rotated
 from reference.nn.attentions.attention_lengths import with_longest
 from reference.nn.attentions.attention_options import NO_OPTIONS, Options, defaults_of
-from reference.nn.attentions.attention_prepared import is_block, run_block
-from reference.nn.attentions.core_attention import Mask
 from reference.nn.attentions.dot_product_attention import DotProductAttention
+from reference.nn.attentions.exact_attention import Mask
 from reference.nn.attentions.heads import Heads, SplitPlan, split_backward, split_forward
 from reference.nn.attentions.inference import InferenceParams
 from reference.nn.attentions.inference_step import ended
+from reference.nn.attentions.multihead_plan import is_block, run_block
 from reference.nn.attentions.packing import positions_of
 from reference.nn.core import checks
 from reference.nn.core.attributes import OfAttention
 from reference.nn.core.autograd import differentiable, wanted
 from reference.nn.core.context import BlockContext
-from reference.nn.core.one_rank import ContextGroup, TensorGroup
+from reference.nn.core.one_rank import ContextGroup
 from reference.nn.core.parameters import DeviceDefault, InitMethod
+from reference.nn.core.tensor_parallel import TensorParallelParts
 from reference.nn.layers.layernorm import head_norms
 from reference.nn.layers.layernorm_linear import LayerNormLinear
 from reference.nn.layers.linear import Linear
+from reference.parallel.chain import ranks_of
 
 
-class MultiheadAttention(OfAttention, TensorGroup, ContextGroup, DeviceDefault, torch.nn.Module):
+class MultiheadAttention(TensorParallelParts, OfAttention, ContextGroup, DeviceDefault, torch.nn.Module):
     """Attention with its projections. Arguments, defaults and submodule names are Transformer Engine's.
 
     Submodules: `layernorm_qkv` (or `qkv` without `input_layernorm`), or for cross-attention `layernorm_query` (or
@@ -54,7 +56,9 @@ class MultiheadAttention(OfAttention, TensorGroup, ContextGroup, DeviceDefault, 
         layer_number: as in `DotProductAttention`.
         name, seq_length, micro_batch_size: accepted as in Transformer Engine, without effect.
         softmax_type: as in `DotProductAttention`.
-        sequence_parallel, set_parallel_mode, tp_group, tp_size: as in `Linear`.
+        sequence_parallel, tp_group, tp_size: as in `Linear`: the first projection is column-, proj row-parallel, and a
+            rank has its groups of heads. sequence_parallel: a rank has its part of hidden_states' first dimension. More
+            than one rank need set_parallel_mode=True, and three parameters or interleaved ones.
         qk_norm_type: None, or normalise each head of q and k: "RMSNorm", "LayerNorm", or "L2Normalization" (without
             parameters). qk_norm_eps: its eps; of none, it has no effect, as in Transformer Engine.
             qk_norm_before_rope: before the rotary embedding instead of after it.
@@ -117,6 +121,10 @@ class MultiheadAttention(OfAttention, TensorGroup, ContextGroup, DeviceDefault, 
         groups = checks.check_groups("MultiheadAttention", num_gqa_groups, int(num_attention_heads))
         super().__init__()
         self.num_attention_heads, self.num_gqa_groups, self.channels = int(num_attention_heads), groups, channels
+        self.set_parallel_mode = set_parallel_mode
+        self.take_tensor_group(tp_group, tp_size, sequence_parallel)
+        if self.tp_size > 1:
+            self._check_shared_heads(given)
         self.hidden_size = int(hidden_size)
         self.hidden_size_per_attention_head = channels
         self.hidden_size_q, self.hidden_size_kv = channels * self.num_attention_heads, channels * groups
@@ -141,7 +149,11 @@ class MultiheadAttention(OfAttention, TensorGroup, ContextGroup, DeviceDefault, 
             "device": device,
             "get_rng_state_tracker": get_rng_state_tracker,
             "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
+            "tp_group": tp_group,
+            "tp_size": tp_size,
+            "sequence_parallel": sequence_parallel,
         }
+        column, row = ("column", "row") if set_parallel_mode else (None, None)
         norm: dict[str, Any] = {
             "eps": layernorm_epsilon,
             "normalization": normalization,
@@ -154,7 +166,7 @@ class MultiheadAttention(OfAttention, TensorGroup, ContextGroup, DeviceDefault, 
 
         def project(out: int, split: Any, normed: bool) -> Any:
             split = None if fuse_qkv_params else split
-            arguments = {"init_method": init_method, "parameters_split": split, **common}
+            arguments = {"init_method": init_method, "parameters_split": split, "parallel_mode": column, **common}
             if normed:
                 return self.same_side(LayerNormLinear)(hidden_size, out, **norm, **arguments)
             return self.same_side(Linear)(hidden_size, out, **arguments)
@@ -168,9 +180,9 @@ class MultiheadAttention(OfAttention, TensorGroup, ContextGroup, DeviceDefault, 
             setattr(self, self._first_name, query)
             self.key_value = project(2 * kv_size, {"key": kv_size, "value": kv_size}, False)
         self.core_attention = self.same_side(DotProductAttention)(
-            num_attention_heads,
+            self.num_attention_heads_per_partition,
             channels,
-            num_gqa_groups=groups,
+            num_gqa_groups=self.num_gqa_groups_per_partition,
             attention_dropout=attention_dropout,
             qkv_format=qkv_format,
             attn_mask_type=attn_mask_type,
@@ -182,8 +194,44 @@ class MultiheadAttention(OfAttention, TensorGroup, ContextGroup, DeviceDefault, 
             attention_backend=attention_backend,
         )
         self.proj = self.same_side(Linear)(
-            q_size, hidden_size, init_method=output_layer_init_method, return_bias=return_bias, **common
+            *(q_size, hidden_size),
+            init_method=output_layer_init_method,
+            return_bias=return_bias,
+            parallel_mode=row,
+            **common,
         )
+        self._place_heads()
+
+    def _check_shared_heads(self, given: dict[str, Any]) -> None:
+        """Refuse heads that ranks cannot share with the words of one process."""
+        self.divided("num_attention_heads", self.num_attention_heads, "")
+        self.divided("num_gqa_groups", self.num_gqa_groups, "")
+        others: list[tuple[str, tuple[Any, ...], str]] = [
+            ("set_parallel_mode", (True,), "True is"),
+            ("qk_norm_type", (None, "L2Normalization"), "None and 'L2Normalization' are"),
+            ("softmax_type", ("vanilla", "off-by-one"), "'vanilla' and 'off-by-one' are"),
+        ]
+        if given["fuse_qkv_params"]:
+            others.append(("qkv_weight_interleaved", (True,), "True is"))
+        for name, accepted, words in others:
+            if given[name] not in accepted:
+                raise NotImplementedError(
+                    f"MultiheadAttention: {name}={given[name]!r} with tp_size={self.tp_size} is not offered; {words} "
+                    f"accepted."
+                )
+
+    def _place_heads(self) -> None:
+        """Tell attention which heads it has: for dropout's masks, and for the scales of all heads in FP8."""
+        core: Any = self.core_attention
+        if self.tp_name is not None and isinstance(core, DotProductAttention):
+            here = self.num_attention_heads_per_partition
+            core.of_heads = (here, self.num_attention_heads, here * ranks_of(self.tp_name)[0])
+            core.tp_name = self.tp_name
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """Give the group to the layer's parts after it was made: one of `tp_size` ranks, or None."""
+        super().set_tensor_parallel_group(tp_group)
+        self._place_heads()
 
     def forward(
         self,
@@ -257,11 +305,16 @@ class MultiheadAttention(OfAttention, TensorGroup, ContextGroup, DeviceDefault, 
             given = (hidden_states, attention_mask, encoder_output, attn_mask_type, window_size)
             others = (bottom_right_diagonal, is_first_microbatch, checkpoint_core_attention)
             return ended(self, *given, *others, rotary_pos_emb=rotary_pos_emb, **options.arguments())
-        kind = self.attn_mask_type if attn_mask_type is None else attn_mask_type
+        mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
         window = self.window_size if window_size is None else window_size
+        if self.tp_size > 1 and core_attention_bias_type != "no_bias":
+            raise NotImplementedError(
+                f"MultiheadAttention: core_attention_bias_type={core_attention_bias_type!r} with "
+                f"tp_size={self.tp_size} is not offered; 'no_bias' is accepted."
+            )
         if self.qkv_format == "thd":
             options = options._replace(lengths=with_longest("MultiheadAttention", options.lengths))
-        arguments = (hidden_states, encoder_output, attention_mask, kind, window, rotary_pos_emb)
+        arguments = (hidden_states, encoder_output, attention_mask, mask_type, window, rotary_pos_emb)
         self.check("MultiheadAttention", *arguments, options=options)
         run = current_run()
         if run.state.enabled and not checks.has_run_in_fp8(self._modules["proj"]):
@@ -269,7 +322,15 @@ class MultiheadAttention(OfAttention, TensorGroup, ContextGroup, DeviceDefault, 
         returns_norm = self.return_layernorm_output and self.input_layernorm
         dtype = checks.activation_dtype(hidden_states)
         if is_block(self):
-            of_block = (hidden_states, attention_mask, kind, None, is_first_microbatch, encoder_output, rotary_pos_emb)
+            of_block = (
+                hidden_states,
+                attention_mask,
+                mask_type,
+                None,
+                is_first_microbatch,
+                encoder_output,
+                rotary_pos_emb,
+            )
             found = run_block(self, dtype, *of_block, checkpoint_core_attention, window, options, None, run)
             return self._results(found, hidden_states.shape, dtype)
         first = getattr(self, self._first_name)(hidden_states, is_first_microbatch)
@@ -277,11 +338,13 @@ class MultiheadAttention(OfAttention, TensorGroup, ContextGroup, DeviceDefault, 
         if self.attention_type == "self":
             q, k, v = self._split(mixed, self.num_attention_heads // self.num_gqa_groups)
         else:
-            q = mixed.view(*mixed.shape[:-1], self.num_attention_heads, self.channels)
+            q = mixed.view(*mixed.shape[:-1], self.num_attention_heads_per_partition, self.channels)
             k, v = self._split(self.key_value(encoder_output, is_first_microbatch), 0)
         step, core = None, self.core_attention
         if inference_params is not None:
-            step = inference_params.step_of(core, MASK_TYPES[kind][0] != "none", core.core_plan(kind, window).window)
+            step = inference_params.step_of(
+                core, MASK_TYPES[mask_type][0] != "none", core.core_plan(mask_type, window).window
+            )
         q, k = self._normed(q, k, before_rope=True)
         if rotary_pos_emb is not None:
             both = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
@@ -291,7 +354,7 @@ class MultiheadAttention(OfAttention, TensorGroup, ContextGroup, DeviceDefault, 
                 places = positions_of(options.lengths, (q.shape[0], k.shape[0]))
             q, k = (rotated(t, freqs, *layout, one, step) for t, freqs, one in zip((q, k), both, places, strict=True))
         q, k = self._normed(q, k, before_rope=False)
-        shared: dict[str, Any] = {"attn_mask_type": kind, "checkpoint_core_attention": checkpoint_core_attention}
+        shared: dict[str, Any] = {"attn_mask_type": mask_type, "checkpoint_core_attention": checkpoint_core_attention}
         if window is not None:
             shared["window_size"] = window
         shared |= options.arguments()
@@ -315,7 +378,7 @@ class MultiheadAttention(OfAttention, TensorGroup, ContextGroup, DeviceDefault, 
         hidden_states: Any,
         encoder_output: Any,
         mask: Any,
-        kind: Any,
+        mask_type: Any,
         window: Any,
         angles: Any = None,
         names: checks.Names = checks.MASK_NAMES,
@@ -324,18 +387,22 @@ class MultiheadAttention(OfAttention, TensorGroup, ContextGroup, DeviceDefault, 
         """Refuse what this module or a part of it would refuse, before anything changes; `layer` names the caller."""
         core: Any = self._modules["core_attention"]
         inference, packed = options.inference, self.qkv_format == "thd"
-        first = self._modules[self._first_name]
+        first, core_heads = self._modules[self._first_name], self.num_attention_heads // self.tp_size
         checks.check_input(first, hidden_states, self.hidden_size, "hidden_states", layer, packed)
         if (encoder_output is None) != (self.attention_type == "self"):
             wanted = "no encoder_output" if self.attention_type == "self" else "an encoder_output"
             raise ValueError(f"{layer}: attention_type={self.attention_type!r} takes {wanted}.")
         ours, plain = isinstance(core, DotProductAttention), True
         if ours:
-            checks.check_mask_type(layer, names[1], kind)
-            window = checks.window_of(layer, names, kind, core.window_size if window is None else window)
-            plain = not MASK_TYPES[kind][1] and core.attention_backend != "cudnn" and core.softmax_type == "vanilla"
+            checks.check_mask_type(layer, names[1], mask_type)
+            window = checks.window_of(layer, names, mask_type, core.window_size if window is None else window)
+            plain = (
+                not MASK_TYPES[mask_type][1] and core.attention_backend != "cudnn" and core.softmax_type == "vanilla"
+            )
         batch, sequence = self._batch, 1 - self._batch
         shape, device, dtype = hidden_states.shape, hidden_states.device, checks.activation_dtype(hidden_states)
+        if self.sequence_parallel:
+            shape = torch.Size((shape[0] * self.tp_size, *shape[1:]))
         if ours:
             core.refuse_in_fp8(layer, dtype, options.bias.given, inference is not None)
         if inference is not None:
@@ -343,12 +410,12 @@ class MultiheadAttention(OfAttention, TensorGroup, ContextGroup, DeviceDefault, 
             if not ours:
                 accepted = "a DotProductAttention is accepted"
                 raise TypeError(f"{layer}: inference_params with core_attention={core!r}; {accepted}.")
-            inference.check(layer, core, dtype, device, (shape[batch], shape[sequence]), mask, kind)
+            inference.check(layer, core, dtype, device, (shape[batch], shape[sequence]), mask, mask_type)
         elif (
             encoder_output is angles is None
             and options is NO_OPTIONS
             and plain
-            and (not hidden_states.is_cuda or shape[batch] * self.num_attention_heads <= checks.MAX_ATTENTIONS)
+            and (not hidden_states.is_cuda or shape[batch] * core_heads <= checks.MAX_ATTENTIONS)
         ):
             return
         source = shape
@@ -356,6 +423,8 @@ class MultiheadAttention(OfAttention, TensorGroup, ContextGroup, DeviceDefault, 
             of_batch = None if packed else batch
             checks.check_encoder_output(layer, encoder_output, hidden_states, self.key_value, of_batch)
             source = encoder_output.shape
+            if self.sequence_parallel:
+                source = torch.Size((source[0] * self.tp_size, *source[1:]))
         tokens, cu_seqlens = (shape[0], source[0]) if packed else None, options.lengths
         lengths = (cu_seqlens.max_q, cu_seqlens.max_kv) if packed else (shape[sequence], source[sequence])
         count = cu_seqlens.q.shape[0] - 1 if packed else shape[batch]
@@ -364,8 +433,8 @@ class MultiheadAttention(OfAttention, TensorGroup, ContextGroup, DeviceDefault, 
         if angles is not None:
             checks.check_angles(layer, angles, lengths, self.channels, device)
         if ours:
-            full = (count, self.num_attention_heads, *lengths)
-            options.check(layer, names, core, kind, window, mask, full, tokens, dtype, device)
+            full = (count, core_heads, *lengths)
+            options.check(layer, names, core, mask_type, window, mask, full, tokens, dtype, device)
 
     def _split(self, mixed: torch.Tensor, queries: int) -> tuple[torch.Tensor, ...]:
         """Split `[.., .., features]` into q (if `queries` per group > 0), k and v, each `[.., .., heads, channels]`."""
@@ -381,7 +450,7 @@ class MultiheadAttention(OfAttention, TensorGroup, ContextGroup, DeviceDefault, 
     def heads(self, queries: int) -> Heads:
         """The layout of q (if `queries` per group > 0), k and v in a projection of this layer."""
         parts = (queries, 1, 1) if queries else (1, 1)
-        return Heads(parts, self.num_gqa_groups, self.channels, self.interleaved)
+        return Heads(parts, self.num_gqa_groups // self.tp_size, self.channels, self.interleaved)
 
 
 _DEFAULTS = defaults_of(

@@ -17,7 +17,7 @@ from reference.arguments import check_arguments
 from reference.nn.attentions.apply_rotary import rotated, rotated_at
 from reference.nn.core.checks import check_tensor, has_numbers
 from reference.nn.core.parameters import DeviceDefault
-from reference.state.applied_device import byte_after
+from reference.state.target_device import probe_target
 
 
 class RotaryPositionEmbedding(DeviceDefault, torch.nn.Module):
@@ -73,7 +73,7 @@ class RotaryPositionEmbedding(DeviceDefault, torch.nn.Module):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Follow the module's device; the dtype stays fp32, and from the meta device the frequencies are made anew."""
-        kept, device = self.inv_freq, byte_after(fn, self.inv_freq.device).device
+        kept, device = self.inv_freq, probe_target(fn, self.inv_freq.device).device
         self.inv_freq = kept = self._frequencies(device) if kept.is_meta else kept
         super()._apply(fn, recurse)
         self.inv_freq = kept.to(device)

@@ -118,8 +118,8 @@ class OfModule(OneRank):
 
     @property
     def size_per_partition(self) -> int:
-        """The size between the two GEMMs of an MLP: there is one rank."""
-        return int(_own(self, "ffn_hidden_size", "size_per_partition"))
+        """The size between the two GEMMs of an MLP, on this rank."""
+        return int(_own(self, "ffn_hidden_size", "size_per_partition")) // self.tp_size
 
     @property
     def primary_weights_in_fp8(self) -> bool:
@@ -260,10 +260,10 @@ class OfAttention(OneRank):
 
     @property
     def num_attention_heads_per_partition(self) -> int:
-        """All heads: there is one rank."""
-        return self.num_attention_heads
+        """Those of this rank."""
+        return self.num_attention_heads // self.tp_size
 
     @property
     def num_gqa_groups_per_partition(self) -> int:
-        """All groups: there is one rank."""
-        return self.num_gqa_groups
+        """Those of this rank."""
+        return self.num_gqa_groups // self.tp_size

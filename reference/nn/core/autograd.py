@@ -32,7 +32,7 @@ Backward = Callable[..., Tensors]
 Rows = tuple[tuple[int, ...] | None, ...]  # for each tensor None, or the rows of its parts
 
 
-class Plain:
+class Runner:
     """Runs a pair's functions; `optimized` registers a subclass that repeats their launches without running them."""
 
     def prepare(self, function: Forward, plan: Any, context: Context, tensors: Tensors, backward: Backward) -> None:
@@ -54,18 +54,18 @@ class Plain:
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, type(None))  # no weight that is kept in FP8
 _PLAIN_SET = frozenset(_PLAIN)
-_plain = Plain()
-player = _plain
+_plain = Runner()
+runner = _plain
 
 
-def register(other: Plain) -> None:
+def register(other: Runner) -> None:
     """Let `other` run pairs from now on."""
-    global player
-    player = other
+    global runner
+    runner = other
 
 
-def _player() -> Plain:
-    return _plain if torch.compiler.is_compiling() else player  # a compiler traces the functions
+def _runner() -> Runner:
+    return _plain if torch.compiler.is_compiling() else runner  # a compiler traces the functions
 
 
 class _Pair(torch.autograd.Function):
@@ -84,7 +84,7 @@ class _Pair(torch.autograd.Function):
         if rows is not None:
             tensors = _grouped(tensors, rows)
         unwrapped = tuple([x if type(x) in _PLAIN else context.unwrap_weight(x, trains) for x in tensors])
-        out, saved, ctx.note = _player().forward(forward, plan, context, unwrapped, backward)
+        out, saved, ctx.note = _runner().forward(forward, plan, context, unwrapped, backward)
         ctx.save_for_backward(*saved)
         ctx.backward_function, ctx.plan, ctx.context, ctx.updates, ctx.rows = backward, plan, context, updates, rows
         ctx.versions = None
@@ -105,7 +105,7 @@ class _Pair(torch.autograd.Function):
         saved = ctx.saved_tensors if compiling else _saved_tensors(ctx)
         if not _PLAIN_SET.issuperset(map(type, grads)):  # a quantized gradient: it is read
             grads = tuple([g.numbers() if isinstance(g, QuantizedTensor) else g for g in grads])
-        results = _player().backward(ctx.backward_function, ctx.plan, ctx.context, saved, grads, ctx.note)
+        results = _runner().backward(ctx.backward_function, ctx.plan, ctx.context, saved, grads, ctx.note)
         if ctx.updates:
             compiled.update_gradient_scales(ctx.context.stateful)
         if ctx.rows is not None:

@@ -108,19 +108,19 @@ def check_encoder_output(layer: str, x: Any, hidden_states: torch.Tensor, module
         )
 
 
-def check_mask_type(layer: str, name: str, kind: Any) -> str:
+def check_mask_type(layer: str, name: str, mask_type: Any) -> str:
     """A mask type, checked."""
-    if not isinstance(kind, str) or kind not in MASK_TYPES:
-        check_arguments(layer, {name: kind})
-    return kind
+    if not isinstance(mask_type, str) or mask_type not in MASK_TYPES:
+        check_arguments(layer, {name: mask_type})
+    return mask_type
 
 
-def window_of(layer: str, names: Names, kind: str, window: Any) -> tuple[int, int]:
+def window_of(layer: str, names: Names, mask_type: str, window: Any) -> tuple[int, int]:
     """(left, right): what a mask type leaves of a window, which is checked; -1 is no limit.
 
     As in Transformer Engine, a causal type makes right 0; without one (-1, 0), too, is no window.
     """
-    causal = MASK_TYPES[kind][0] != "none"
+    causal = MASK_TYPES[mask_type][0] != "none"
     if window is None or (type(window) is tuple and list(map(type, window)) == [int, int] and window in NO_WINDOWS):
         return NO_WINDOWS[int(causal)]  # torch 2.11 cannot compile an index that is a bool
     check_arguments(layer, {names[2]: window})
@@ -129,19 +129,19 @@ def window_of(layer: str, names: Names, kind: str, window: Any) -> tuple[int, in
         accepted = (
             "(-1, 0), or a pair that starts with 0 or more," if causal else "(-1, -1), or a pair of ints from 0 on,"
         )
-        raise ValueError(f"{layer}: {names[2]}={window} with {names[1]}={kind!r}; {accepted} is accepted.")
+        raise ValueError(f"{layer}: {names[2]}={window} with {names[1]}={mask_type!r}; {accepted} is accepted.")
     if left < 0:
         return NO_WINDOWS[int(causal)]
     return left, 0 if causal else right
 
 
-def has_diagonals(kind: str, window: tuple[int, int], bias: Any) -> bool:
+def has_diagonals(mask_type: str, window: tuple[int, int], bias: Any) -> bool:
     """Whether each sequence has a diagonal of its own, which ends at its last query and key.
 
-    `window`: what `window_of` leaves. `bias`: a bias's kind.
+    `window`: what `window_of` leaves. `bias`: a bias's type.
     """
-    rule, padded = MASK_TYPES[kind]
-    if not padded or kind == "arbitrary" or rule == "causal":
+    rule, padded = MASK_TYPES[mask_type]
+    if not padded or mask_type == "arbitrary" or rule == "causal":
         return False
     return rule == "causal_bottom_right" or window[0] >= 0 or bias == "alibi"
 
@@ -149,38 +149,38 @@ def has_diagonals(kind: str, window: tuple[int, int], bias: Any) -> bool:
 def check_mask(
     layer: str,
     names: Names,
-    kind: str,
+    mask_type: str,
     mask: Any,
     window: tuple[int, int],
     shape: Shape,
     device: torch.device,
     bias: Any = "no_bias",
 ) -> None:
-    """Refuse a mask that does not fit the others, or attention of `shape` [b, h, sq, skv]; some kinds read no mask."""
+    """Refuse a mask that does not fit the others, or attention of `shape` [b, h, sq, skv]; some types read no mask."""
     name = names[0]
-    if not MASK_TYPES[kind][1]:
+    if not MASK_TYPES[mask_type][1]:
         return
     if mask is None:
-        raise ValueError(f"{layer}: {names[1]}={kind!r} needs {name}; got None.")
+        raise ValueError(f"{layer}: {names[1]}={mask_type!r} needs {name}; got None.")
     batch, _, sq, skv = shape
-    if kind == "arbitrary":
+    if mask_type == "arbitrary":
         if isinstance(mask, tuple):
             raise TypeError(f"{layer}: {name} is a tuple; one tensor goes with 'arbitrary'.")
-        _check_one_mask(layer, name, mask, shape, kind, device)
+        _check_one_mask(layer, name, mask, shape, mask_type, device)
         return
     pair = mask if isinstance(mask, tuple) else (mask, mask)
     if len(pair) != 2:
         raise ValueError(f"{layer}: {name} is a tuple of {len(pair)}; two, the queries' and the keys', are accepted.")
     for whose, part, length in (("queries", pair[0], sq), ("keys", pair[1], skv)):
-        _check_one_mask(layer, f"{name} of the {whose}", part, (batch, 1, 1, length), kind, device)
-    if pair[0] is pair[1] or not has_diagonals(kind, window, bias):
+        _check_one_mask(layer, f"{name} of the {whose}", part, (batch, 1, 1, length), mask_type, device)
+    if pair[0] is pair[1] or not has_diagonals(mask_type, window, bias):
         return
     for whose, part in (("queries", pair[0]), ("keys", pair[1])):
         # Elsewhere the assertion that `lengths_of_masks` makes looks at the numbers.
         if has_numbers(part) and not bool(ends_once(part)):
             raise ValueError(
                 f"{layer}: {name} of the {whose} hides elements before others that it shows; two masks that hide the "
-                f"end of each sequence alone are accepted with {names[1]}={kind!r}, whose diagonal ends there, or "
+                f"end of each sequence alone are accepted with {names[1]}={mask_type!r}, whose diagonal ends there, or "
                 f"'arbitrary'."
             )
 
@@ -200,15 +200,15 @@ def ends_once(mask: torch.Tensor) -> torch.Tensor:
     return (mask[..., 1:] >= mask[..., :-1]).all()
 
 
-def _check_one_mask(layer: str, name: str, mask: Any, shape: Shape, kind: str, device: torch.device) -> None:
+def _check_one_mask(layer: str, name: str, mask: Any, shape: Shape, mask_type: str, device: torch.device) -> None:
     if not isinstance(mask, torch.Tensor):
         raise TypeError(f"{layer}: {name}={mask!r}; a bool tensor is accepted.")
     fits = mask.dtype == torch.bool and mask.layout is torch.strided and not mask.is_nested and mask.dim() == 4
     fits = fits and all(size in (1, full) for size, full in zip(mask.shape, shape, strict=True))
-    if not fits or (kind != "arbitrary" and mask.shape[3] != shape[3]):
+    if not fits or (mask_type != "arbitrary" and mask.shape[3] != shape[3]):
         raise ValueError(
-            f"{layer}: {name} is {_shown(mask)}; bool {list(shape)} is accepted with {kind!r}, or 1 in the place of "
-            f"the batch{' and of any other' if kind == 'arbitrary' else ''}."
+            f"{layer}: {name} is {_shown(mask)}; bool {list(shape)} is accepted with {mask_type!r}, or 1 in the place "
+            f"of the batch{' and of any other' if mask_type == 'arbitrary' else ''}."
         )
     if mask.device != device:
         raise RuntimeError(f"{layer}: {name} is on {mask.device}, the activations on {device}; one device is accepted.")
@@ -244,7 +244,7 @@ def check_cudnn(
     dtype: torch.dtype,
     device: torch.device,
     lengths: tuple[int, int],
-    kind: str,
+    mask_type: str,
     window: tuple[int, int],
     bias: Any = "no_bias",
 ) -> None:
@@ -252,15 +252,15 @@ def check_cudnn(
     name = "DotProductAttention: attention_backend='cudnn'"
     if dtype not in (torch.bfloat16, torch.float16):
         raise TypeError(f"{name} with {dtype}; bfloat16 and float16 are accepted.")
-    if kind not in CUDNN_MASK_TYPES:
-        raise ValueError(f"{name} with attn_mask_type={kind!r}; one of {CUDNN_MASK_TYPES} is accepted.")
+    if mask_type not in CUDNN_MASK_TYPES:
+        raise ValueError(f"{name} with attn_mask_type={mask_type!r}; one of {CUDNN_MASK_TYPES} is accepted.")
     if window[0] >= 0:
         raise ValueError(f"{name} with a window of {window}; None is accepted, or attention_backend='exact'.")
     if bias != "no_bias":
         raise ValueError(
             f"{name} with core_attention_bias_type={bias!r}; 'no_bias' is accepted, or attention_backend='exact'."
         )
-    if kind == "causal" and lengths[0] != lengths[1]:
+    if mask_type == "causal" and lengths[0] != lengths[1]:
         raise ValueError(
             f"{name} with {lengths[0]} queries and {lengths[1]} keys under a causal mask; as many keys are accepted."
         )

@@ -22,8 +22,9 @@ from reference.nn.core.parameters import forked
 from reference.numbers import philox
 from reference.ops.library import twin
 from reference.ops.random.dropout import state_or_none
+from reference.parallel.chain import gathered_rows
 from reference.state import graph_seeds
-from reference.state.applied_device import byte_after
+from reference.state.target_device import probe_target
 from reference.state.threads import here
 from reference.support.nested import Tensors
 from reference.support.transforms import Unscripted
@@ -55,12 +56,20 @@ class Generator(torch.nn.Module):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Follow the module's device; a state that leaves the meta device draws a seed."""
         super()._apply(fn, recurse)
-        device = byte_after(fn, self.state.device).device
+        device = probe_target(fn, self.state.device).device
         if device != self.state.device:
             with torch.inference_mode(False):
                 state = philox.new_state(device) if self.state.is_meta else self.state.to(device)
             self._put(state)
         return self
+
+    def at(self, *place: int) -> None:
+        """Say where the tensors of the next ops lie in larger ones: the numbers after seed and offset that ops read."""
+        words = torch.tensor(place, dtype=torch.int64, device="cpu")
+        if self.state.numel() == 2 + len(place):
+            self.state[2:].copy_(words)
+        else:
+            self.state = torch.cat([self.state[:2], words.to(self.state.device)])
 
     def draw(self, device: torch.device) -> None:
         """Draw a new seed for this forward, or let a CUDA graph that is captured draw it; not in a recomputation.
@@ -92,7 +101,7 @@ class Generator(torch.nn.Module):
         else:
             with forked(self._get_rng):
                 # One launch with the seed as an argument makes (seed, 0); a copy would wait for the GPU.
-                torch.mul(self._one, philox.draw_seed(), out=self.state)
+                torch.mul(self._one, philox.draw_seed(), out=self.state if len(self.state) == 2 else self.state[:2])
 
     def _captured(self) -> bool:
         return graph_seeds.capturing(self.state.device)
@@ -111,10 +120,14 @@ class Generator(torch.nn.Module):
 
 
 class Plan(NamedTuple):
-    """Which gradients are wanted (x, bias, residual), and the probability of dropping an element."""
+    """Which gradients are wanted (x, bias, residual), and the probability of dropping an element.
+
+    `group`: the name of that whose ranks have rows of their own, over all of which the bias's gradient is summed.
+    """
 
     needs: tuple[bool, ...]
     p: float
+    group: str | None = None
 
 
 class Saved(NamedTuple):
@@ -136,7 +149,11 @@ def drop_backward(plan: Plan, context: BlockContext, saved: Saved, grad: torch.T
     """dx, db, dresidual."""
     needs, grad, (kept,) = plan.needs, grad.contiguous(), context.reads
     dx = before_dropped(grad, plan.p, saved.state, kept) if any(needs[:2]) else None
-    return dx if needs[0] else None, twin.dbias(dx) if needs[1] else None, grad if needs[2] else None
+    db = None
+    if needs[1]:
+        assert dx is not None
+        db = twin.dbias(dx if plan.group is None else gathered_rows(plan.group, dx))
+    return dx if needs[0] else None, db, grad if needs[2] else None
 
 
 def bias_dropout_add(
@@ -146,15 +163,16 @@ def bias_dropout_add(
     p: float,
     generator: Generator | None,
     kept: torch.Tensor | None = None,
+    group: str | None = None,
 ) -> torch.Tensor:
     """`residual + m · dropout(x + bias)` of `[..., hidden]`; without a generator, or with p = 0, no element is dropped.
 
-    `kept`: m of each of x's entries, as `DropPath.kept` gives it; None without stochastic depth.
+    `kept`: m of each of x's entries, as `DropPath.kept` gives it; None without stochastic depth. `group`: as in `Plan`.
     """
     state = generator.take() if generator is not None and p > 0 else None
     flat = None if residual is None else residual.reshape(-1, x.shape[-1]).contiguous()
     tensors = (x.reshape(-1, x.shape[-1]).contiguous(), bias, flat)
-    plan = Plan(wanted(*tensors), p if state is not None else 0.0)
+    plan = Plan(wanted(*tensors), p if state is not None else 0.0, group)
     context = BlockContext(random=(state,), reads=(kept,))
     return differentiable(drop_forward, drop_backward, plan, context, *tensors).view(x.shape)
 

@@ -1,7 +1,7 @@
-"""What stands between a model's layers and their player while somebody looks on: statistics, recordings.
+"""What stands between a model's layers and their runner while somebody looks on: statistics, recordings.
 
-Every layer's forward and backward passes by the player of `reference.nn.core.autograd`. A hook takes the player's place
-and hands it what it does not look at. When it is removed the former player is back: a hook costs nothing while it is
+Every layer's forward and backward passes by the runner of `reference.nn.core.autograd`. A hook takes the runner's place
+and hands it what it does not look at. When it is removed the former runner is back: a hook costs nothing while it is
 not installed, and no tape of `optimized.tapes` knows of it. Hooks stand in a chain, the latest first, and each of them
 sees every pair, whatever the others look at. They may be removed in any order, and in any thread.
 """
@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from reference.nn.core import autograd
-from reference.nn.core.autograd import Backward, Context, Forward, Plain
+from reference.nn.core.autograd import Backward, Context, Forward, Runner
 from reference.nn.core.context import ModuleContext
 from reference.support.nested import Tensors
 
 _chain = threading.Lock()
-_plain = Plain()
+_plain = Runner()
 
 
 class ObservedContext(ModuleContext):
@@ -42,31 +42,31 @@ def observed(context: Context) -> bool:
     return any(isinstance(one, ObservedContext) for one in context.modules)
 
 
-class Hook(Plain):
+class Hook(Runner):
     """Hands everything on; subclasses look at it.
 
     Attributes:
         names: the modules of the model, with their names in it ("" is the model itself).
         installed: whether it stands in the chain.
-        inner: what it hands on to: the player, or an earlier hook. A removed hook keeps it for threads that run it.
+        inner: what it hands on to: the runner, or an earlier hook. A removed hook keeps it for threads that run it.
     """
 
     def __init__(self, model: torch.nn.Module | None = None) -> None:
         self.names = {} if model is None else {module: name for name, module in model.named_modules()}
         self.installed = False
-        self.inner: Plain = _plain
+        self.inner: Runner = _plain
 
     def install(self) -> None:
-        """Take the player's place, in every thread: autograd runs backward on CUDA in one of its own."""
+        """Take the runner's place, in every thread: autograd runs backward on CUDA in one of its own."""
         with _chain:
-            self.inner, self.installed = autograd.player, True
+            self.inner, self.installed = autograd.runner, True
             autograd.register(self)
 
     def remove(self) -> None:
         """Give it back. Hooks that were installed later stay."""
         with _chain:
             self.installed = False
-            outer = autograd.player
+            outer = autograd.runner
             if outer is self:
                 autograd.register(self.inner)
                 return
@@ -79,8 +79,8 @@ class Hook(Plain):
         """Names of the model's layers whose GEMMs a pair computes."""
         return [self.names[one.module] for one in context.modules if one.module in self.names]
 
-    def _next(self, context: Context) -> Plain:
-        """Who runs a pair next. The usual player would play from a tape what a hook wants to see run."""
+    def _next(self, context: Context) -> Runner:
+        """Who runs a pair next. The usual runner would play from a tape what a hook wants to see run."""
         inner = self.inner
         return inner if isinstance(inner, Hook) or not observed(context) else _plain
 

@@ -10,11 +10,12 @@ from reference.memory import recompute
 from reference.nn.core.attributes import OfModule
 from reference.nn.core.context import ModuleContext, Precision
 from reference.nn.core.delayed_wgrad import DelayedGradients
-from reference.nn.core.one_rank import TensorGroup
 from reference.nn.core.parameters import DeviceDefault, InitMethod
 from reference.nn.core.state_dict import Checkpointed
+from reference.nn.core.tensor_parallel import TensorParallel
+from reference.parallel.tensor import shared_quantizers
 from reference.recipe import Recipe
-from reference.recipes.quantizer import Calibrating, HighPrecision
+from reference.recipes.quantizer import Calibrating, HighPrecision, Quantizer
 from reference.recipes.roles import Roles
 from reference.state import model_init, scaling
 from reference.state.autocast import current
@@ -22,7 +23,7 @@ from reference.state.scaling import FP8TensorMeta
 from reference.state.weight_store import WeightStore, main_grad_of
 
 
-class TransformerEngineBaseModule(OfModule, DelayedGradients, TensorGroup, DeviceDefault, Checkpointed):
+class TransformerEngineBaseModule(TensorParallel, OfModule, DelayedGradients, DeviceDefault, Checkpointed):
     """A layer with FP8 state: see `WithFP8State` for its attributes."""
 
     fuse_wgrad_accumulation = False
@@ -99,6 +100,7 @@ class TransformerEngineBaseModule(OfModule, DelayedGradients, TensorGroup, Devic
                 f"FSDP with use_orig_params=False); reset_parameters before that is accepted."
             )
         self._store.casts.clear()
+        init_method = self.of_part(name, init_method)
         if self.quantized_init is None:
             init_method(weight)
             return
@@ -172,6 +174,8 @@ class TransformerEngineBaseModule(OfModule, DelayedGradients, TensorGroup, Devic
             precision = self._calibrating(dtype)
         else:
             precision = self._high_precision(dtype)
+        if self.tp_size > 1:
+            self.check_shared(precision)
         return precision
 
     def _fp8_precision(self, recipe: Recipe, recomputed: bool, dtype: torch.dtype) -> Precision:
@@ -184,7 +188,7 @@ class TransformerEngineBaseModule(OfModule, DelayedGradients, TensorGroup, Devic
             history = None if recompute.recomputing() else forward.amax_history
             forward = FP8TensorMeta(scale, history, recipe.scaled_max(True))
         if recalled or torch.compiler.is_compiling():
-            quantizers = recipe.quantizers(self.roles, forward, backward, dtype)
+            quantizers = shared_quantizers(self.roles, recipe.quantizers(self.roles, forward, backward, dtype))
             return Precision(self.roles, quantizers, recipe, forward, backward)
         known = self._precision
         of_backward = dtype if recipe.reads_dtype else None
@@ -193,25 +197,27 @@ class TransformerEngineBaseModule(OfModule, DelayedGradients, TensorGroup, Devic
             or not (known.recipe is recipe and known.forward is forward and known.backward is backward)
             or known.dtype is not of_backward
         ):
-            quantizers = recipe.quantizers(self.roles, forward, backward, dtype)
+            quantizers = shared_quantizers(self.roles, recipe.quantizers(self.roles, forward, backward, dtype))
             known = self._precision = Precision(self.roles, quantizers, recipe, forward, backward, of_backward)
         return known
 
     def _calibrating(self, dtype: torch.dtype) -> Precision:
         """Quantizers to `dtype` that record amaxes for a later run in FP8."""
         forward, wide = self.fp8_meta["scaling_fwd"], HighPrecision(dtype)
-        quantizers = {
+        quantizers: dict[str, Quantizer] = {
             role.name: Calibrating(dtype, forward, role.column, role.tensor == "weight") if role.is_forward else wide
             for role in self.roles.all
         }
-        return Precision(self.roles, quantizers)
+        return Precision(self.roles, shared_quantizers(self.roles, quantizers))
 
     def _high_precision(self, dtype: torch.dtype) -> Precision:
         """No FP8."""
         compiling = torch.compiler.is_compiling()  # its graph would have to watch the dictionary
         found = None if compiling else self._wide.get(dtype)
         if found is None:
-            found = Precision(self.roles, dict.fromkeys([role.name for role in self.roles.all], HighPrecision(dtype)))
+            wide: Quantizer = HighPrecision(dtype)
+            quantizers = dict.fromkeys([role.name for role in self.roles.all], wide)
+            found = Precision(self.roles, shared_quantizers(self.roles, quantizers))
             if not compiling:
                 self._wide[dtype] = found
         return found

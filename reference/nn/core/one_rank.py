@@ -1,19 +1,11 @@
-"""Process groups that are given to a layer after it was made: one rank is accepted, as by the constructors.
+"""Context parallelism's group, given to a layer after it was made: one rank is accepted, as by the constructors.
 
-Megatron-LM and NeMo make a model first and call these two methods of every layer that has them.
+Megatron-LM and NeMo make a model first and call this method of every layer that has it.
 """
 
 from typing import Any
 
 from reference.arguments import check_arguments
-
-
-class TensorGroup:
-    """A layer that takes a tensor-parallel group."""
-
-    def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """Accept None and a process group of one rank, as the constructor's `tp_group`; refuse more ranks."""
-        check_arguments(type(self).__name__, {"tp_group": tp_group})
 
 
 class ContextGroup:

@@ -19,9 +19,11 @@ from reference.nn.core.context import BlockContext
 from reference.nn.core.module import TransformerEngineBaseModule
 from reference.nn.core.parameters import DeviceDefault, parameter_dtype
 from reference.ops.library import twin
+from reference.parallel.chain import gathered_rows
+from reference.parallel.tensor import Shared
 from reference.recipes.quantized import as_dtype, rows_of
 from reference.recipes.quantizer import NormPlan
-from reference.state.applied_device import byte_after
+from reference.state.target_device import probe_target
 from reference.support.nested import Tensors
 
 KINDS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
@@ -51,10 +53,21 @@ class Saved(NamedTuple):
 
 
 def norm_backward(
-    norm: NormPlan, grad: torch.Tensor, saved: Saved, residual_grad: torch.Tensor | None = None
+    norm: NormPlan,
+    grad: torch.Tensor,
+    saved: Saved,
+    residual_grad: torch.Tensor | None = None,
+    shared: Shared | None = None,
 ) -> Tensors:
-    """dx (+ residual_grad), dγ, dβ (None for RMSNorm)."""
+    """dx (+ residual_grad), dγ, dβ (None for RMSNorm).
+
+    Where ranks have rows of their own (`shared.sequence`), dγ and dβ are the sums over all rows, on every rank.
+    """
     dx, dweight, dbias = twin.norm_backward(grad, *saved, norm.zero_centered, norm.kind, residual_grad)
+    if shared is not None and shared.sequence:
+        x, gamma, mean, rstd = saved
+        grad, x, mean, rstd = (gathered_rows(shared.group, one) for one in (grad, x, mean, rstd))
+        _, dweight, dbias = twin.norm_backward(grad, x, gamma, mean, rstd, norm.zero_centered, norm.kind, None)
     return dx, dweight, dbias if norm.kind == "layernorm" else None
 
 
@@ -74,11 +87,20 @@ def reset_norm(weight: torch.Tensor, bias: torch.Tensor | None, zero_centered: b
 
 
 def with_extras(
-    layer: Any, inp: torch.Tensor, results: Any, features: int, bias: torch.Tensor | None, dtype: torch.dtype
+    layer: Any,
+    inp: torch.Tensor,
+    results: Any,
+    features: int,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+    lead: tuple[int, ...] | None = None,
 ) -> Any:
-    """The results of a fused layer: y, with `return_bias` its last bias, with `return_layernorm_output` norm(x)."""
+    """The results of a fused layer: y, with `return_bias` its last bias, with `return_layernorm_output` norm(x).
+
+    `lead`: y's dimensions before its features, where they are not inp's.
+    """
     y, *normed = results if layer.return_layernorm_output else (results,)
-    out = [y.view(*inp.shape[:-1], features)]
+    out = [y.view(*(inp.shape[:-1] if lead is None else lead), features)]
     if layer.return_bias:
         out.append(None if bias is None else bias.to(dtype))
     out += [t.view(inp.shape) for t in normed]
@@ -260,7 +282,7 @@ class L2Normalization(DeviceDefault, torch.nn.Module):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Follow the module's device."""
         super()._apply(fn, recurse)
-        self._put(byte_after(fn, self.scale.device).device)
+        self._put(probe_target(fn, self.scale.device).device)
         return self
 
     def norm(self) -> NormPlan:

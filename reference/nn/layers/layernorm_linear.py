@@ -97,7 +97,8 @@ def norm_output(
     normed: Quantized, x: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor | None, plan: Any
 ) -> torch.Tensor:
     """norm(x) in the activation dtype, as a result of the layer."""
-    return normed.row.codes if normed.row.layout == PLAIN else twin.norm(x, gamma, beta, *plan.norm, plan.dtype)[0]
+    own = normed.row.layout == PLAIN and len(normed.row.codes) == len(x)  # not the rows of all ranks
+    return normed.row.codes if own else twin.norm(x, gamma, beta, *plan.norm, plan.dtype)[0]
 
 
 def backward(plan: Plan, context: ModuleContext, saved: Saved, *grads: torch.Tensor) -> Tensors:
@@ -122,7 +123,7 @@ def quantized_backward(
         dnorm = dgrad(g, saved.w, plan.dtype, gemm.how)
         if norm_grad:
             dnorm = dnorm + norm_grad[0]
-        dx, dgamma, dbeta = norm_backward(plan.norm, dnorm, saved.norm, residual_grad)
+        dx, dgamma, dbeta = norm_backward(plan.norm, dnorm, saved.norm, residual_grad, gemm.how.shared)
     dw = context.weight_grad(gemm, g, saved.normed, plan.dtype) if wants.weight else None
     return dx, dgamma, dbeta, dw
 
@@ -138,7 +139,8 @@ class LayerNormLinear(LinearBase):
         zero_centered_gamma: keep γ − 1 in `layer_norm_weight`.
         return_layernorm_output: return `(y, norm(x))`.
 
-    All other arguments are those of `Linear`.
+    All other arguments are those of `Linear`. Under sequence parallelism the gradients of the norm's parameters are
+    whole on every rank, so that nobody need add them.
 
     Source: Transformer Engine's `pytorch/module/layernorm_linear.py`.
     """
@@ -187,6 +189,12 @@ class LayerNormLinear(LinearBase):
         self.return_bias = return_bias
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.name, self.ub_name, self.parallel_mode = name, ub_name, parallel_mode
+        self.take_tensor_group(tp_group, tp_size, sequence_parallel)
+        if self.tp_size > 1 and parallel_mode == "row":
+            raise ValueError(
+                f"LayerNormLinear: parallel_mode='row' with tp_size={self.tp_size}, where no rank has a token's "
+                f"features to normalise; 'column' is accepted."
+            )
         self._set_up(
             in_features, out_features, parameters_split, params_dtype, device, init_method, get_rng_state_tracker
         )
@@ -220,6 +228,8 @@ class LayerNormLinear(LinearBase):
             given = {"is_first_microbatch": is_first_microbatch, "fp8_output": fp8_output, "fp8_grad": fp8_grad}
             check_arguments("LayerNormLinear.forward", given)
         check_input(self, inp, self.in_features)
+        if self.sequence_parallel:
+            self.check_rows(inp, False)
         dtype = activation_dtype(inp)
         context = self.context(dtype, is_first_microbatch)
         bias = self.joined_bias()
@@ -227,4 +237,5 @@ class LayerNormLinear(LinearBase):
         tensors = (rows_of(inp), *parameters, None if self.return_bias else bias)
         plan = Plan(dtype, wanted(*tensors), context.key, norm_plan(self), self.return_layernorm_output)
         results = differentiable(forward, backward, plan, context, *tensors)
-        return with_extras(self, inp, results, self.out_features, bias, dtype)
+        lead = self.lead(inp, gathers=self.parallel_mode == "column", scatters=False)
+        return with_extras(self, inp, results, self.out_features, bias, dtype, lead)

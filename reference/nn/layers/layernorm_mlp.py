@@ -156,7 +156,7 @@ def backward(
             dnorm = dgrad(dh, saved.w1, dtype, fc1.how)
             if len(grads) > 1:
                 dnorm = dnorm + grads[1]
-            dx, dgamma, dbeta = norm_backward(plan.norm, dnorm, saved.norm, residual_grad)
+            dx, dgamma, dbeta = norm_backward(plan.norm, dnorm, saved.norm, residual_grad, fc1.how.shared)
     return dx, dgamma, dbeta, dw1, db1, dw2, db2
 
 
@@ -187,7 +187,8 @@ class LayerNormMLP(TransformerEngineBaseModule):
         return_bias: leave fc2's bias out and return `(y, bias)`.
         return_layernorm_output: return `(y, norm(x))`.
         seq_length, micro_batch_size: accepted as in Transformer Engine, without effect.
-        sequence_parallel, set_parallel_mode, tp_group, tp_size: as in `Linear`.
+        sequence_parallel, tp_group, tp_size: as in `Linear`: fc1 is column-, fc2 row-parallel; a rank has its rows of
+            each half of a gated fc1. More than one rank need set_parallel_mode=True.
         checkpoint: keep only the input for backward and recompute the rest, with the same bits (`te.checkpoint`).
         ub_* and the rest: only "off" is offered.
         params_dtype, device, get_rng_state_tracker, fuse_wgrad_accumulation, delay_wgrad_compute: as in `Linear`.
@@ -251,6 +252,11 @@ class LayerNormMLP(TransformerEngineBaseModule):
         self.return_bias = return_bias
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.name = name
+        self.set_parallel_mode = set_parallel_mode
+        self.take_tensor_group(tp_group, tp_size, sequence_parallel)
+        self.check_parallel_mode()
+        self.ffn_part = self.divided("ffn_hidden_size", self.ffn_hidden_size, "")
+        self._take_roles()
         self.checkpoint = checkpoint
         self._init_methods = (init_method or init.normal_, output_layer_init_method or init.normal_)
         self._get_rng = get_rng_state_tracker
@@ -262,19 +268,31 @@ class LayerNormMLP(TransformerEngineBaseModule):
         self.delays(delay_wgrad_compute)
 
     def own_roles(self) -> Roles:
-        return Roles((linear_map("fc1", "fc1_weight"), linear_map("fc2", "fc2_weight", 1)))
+        fc1 = fc2 = None
+        if self.tp_size > 1:
+            fc1, fc2 = self.shared(False, self._fc1_parts()), self.shared(True, (self.ffn_part,))
+        return Roles((linear_map("fc1", "fc1_weight", 0, fc1), linear_map("fc2", "fc2_weight", 1, fc2)))
+
+    def _fc1_parts(self) -> tuple[int, ...]:
+        """This rank's rows of fc1, of each half where there are two."""
+        return (self.ffn_part,) * (2 if is_gated(self.activation) else 1)
+
+    def partitions(self) -> dict[str, tuple[int, tuple[int, ...]]]:
+        rows = (0, self._fc1_parts())
+        return {"fc1_weight": rows, "fc1_bias": rows, "fc2_weight": (1, (self.ffn_part,))}
 
     def _create_parameters(self, dtype: torch.dtype, device: torch.device) -> None:
         register_norm(self, self.hidden_size, dtype, device)
-        fc1_rows = self.ffn_hidden_size * (2 if is_gated(self.activation) else 1)
+        fc1_rows = sum(self._fc1_parts())
         for layer, rows, columns in (
             ("fc1", fc1_rows, self.hidden_size),
-            ("fc2", self.hidden_size, self.ffn_hidden_size),
+            ("fc2", self.hidden_size, self.ffn_part),
         ):
             weight = torch.empty(rows, columns, dtype=dtype, device=device)
             self.register_parameter(f"{layer}_weight", torch.nn.Parameter(weight))
             bias = torch.nn.Parameter(torch.empty(rows, dtype=dtype, device=device)) if self.use_bias else None
             self.register_parameter(f"{layer}_bias", bias)
+        self.mark_parameters()
 
     @torch.no_grad()
     def reset_parameters(self, defer_init: bool = False) -> None:
@@ -309,6 +327,8 @@ class LayerNormMLP(TransformerEngineBaseModule):
         if not (is_first_microbatch is None or type(is_first_microbatch) is bool):
             check_arguments("LayerNormMLP.forward", {"is_first_microbatch": is_first_microbatch})
         check_input(self, inp, self.hidden_size)
+        if self.sequence_parallel:
+            self.check_rows(inp, False)
         if self.checkpoint and torch.is_grad_enabled():
             result: torch.Tensor = recompute.checkpoint(self._run, inp, is_first_microbatch)
             return result

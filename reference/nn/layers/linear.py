@@ -88,6 +88,7 @@ class LinearBase(TransformerEngineBaseModule):
 
     fp8_sizes = ("in_features", "out_features")
     weight_names: Sequence[str] = ("weight",)
+    part_rows: tuple[int, ...] = ()
 
     def _set_up(
         self,
@@ -109,6 +110,8 @@ class LinearBase(TransformerEngineBaseModule):
             )
         self.in_features, self.out_features = int(in_features), int(out_features)
         parts = split_sizes(layer, split, self.out_features)
+        if self.tp_size > 1 and self.parallel_mode is not None:
+            parts = self._share(parts)
         if self.quantized_init is not None and split is not None:
             self._keep_parts(parts)
         dtype, device = parameter_dtype(layer, params_dtype), self.resolve_device(device)
@@ -119,6 +122,29 @@ class LinearBase(TransformerEngineBaseModule):
             self.keep_in_fp8()
         else:
             self.reset_parameters()
+
+    def _share(self, parts: dict[str, int]) -> dict[str, int]:
+        """Let the ranks of a group share the map; this rank's rows of each part."""
+        layer, mode = type(self).__name__, f" and parallel_mode={self.parallel_mode!r}"
+        if self.quantized_init is not None:
+            raise NotImplementedError(
+                f"{layer}: tp_size={self.tp_size} in quantized_model_init is not offered; a layer that is made outside "
+                f"of it is accepted."
+            )
+        if self.parallel_mode == "row":
+            self.in_features = self.divided("in_features", self.in_features, mode)
+            return parts
+        self.out_features = self.divided("out_features", self.out_features, mode)
+        what = "a size of parameters_split" if len(parts) > 1 else "out_features"
+        return {name: self.divided(what, size, mode) for name, size in parts.items()}
+
+    def partitions(self) -> dict[str, tuple[int, tuple[int, ...]]]:
+        if self.parallel_mode == "row":
+            return dict.fromkeys(self.weight_names, (1, (self.in_features,)))
+        found: dict[str, tuple[int, tuple[int, ...]]] = {}
+        for name, rows in zip(self.weight_names, self.part_rows, strict=True):
+            found[name] = found[f"{name.removesuffix('weight')}bias"] = (0, (rows,))
+        return found
 
     def _keep_parts(self, parts: dict[str, int]) -> None:
         """Let each part of a weight that is kept in FP8 have a scale of its own, that of a GEMM of its own."""
@@ -139,6 +165,9 @@ class LinearBase(TransformerEngineBaseModule):
     def _create_parameters(self, parts: dict[str, int], dtype: torch.dtype, device: torch.device) -> None:
         self.weight_names = [f"{part}weight" for part in parts]
         self.bias_names = [f"{part}bias" for part in parts]
+        self.part_rows = tuple(parts.values())
+        if self.tp_size > 1:
+            self._take_roles()
         for name, size in zip(self.weight_names, parts.values(), strict=True):
             weight = torch.empty(size, self.in_features, dtype=dtype, device=device)
             self.register_parameter(name, torch.nn.Parameter(weight))
@@ -147,6 +176,7 @@ class LinearBase(TransformerEngineBaseModule):
                 self.register_parameter(name, torch.nn.Parameter(torch.empty(size, dtype=dtype, device=device)))
             else:
                 setattr(self, name, torch.empty(0, dtype=dtype, device=device))
+        self.mark_parameters()
 
     @torch.no_grad()
     def reset_parameters(self, defer_init: bool = False) -> None:
@@ -171,7 +201,13 @@ class LinearBase(TransformerEngineBaseModule):
 
     def own_roles(self) -> Roles:
         kept_in_parts = self.quantized_init is not None and tuple(self.weight_names) != ("weight",)
-        return Roles((linear_map("", "weight"),), parts=columns_of_parts(self.weight_names) if kept_in_parts else {})
+        shared, row = None, self.parallel_mode == "row"
+        if self.tp_size > 1 and self.parallel_mode is not None:
+            shared = self.shared(row, (self.in_features,) if row else self.part_rows)
+        return Roles(
+            (linear_map("", "weight", shared=shared),),
+            parts=columns_of_parts(self.weight_names) if kept_in_parts else {},
+        )
 
     def columns_of_parts(self) -> dict[str, int]:
         return columns_of_parts(self.weight_names)
@@ -223,8 +259,14 @@ class Linear(LinearBase):
             `is_first_microbatch=True`, or where `weight.overwrite_main_grad` is True, main_grad is zeroed first. Where
             `weight.grad_added_to_main_grad` exists (Megatron's convention), it becomes True and `weight.grad` gets
             zeros, so that hooks on it run; `weight.zero_out_wgrad` changes nothing about these.
-        parallel_mode, sequence_parallel, tp_group, tp_size: tensor parallelism over one rank, which has no effect; a
-            group of more ranks is refused.
+        parallel_mode, sequence_parallel, tp_group, tp_size: tensor parallelism (`reference.parallel.tensor`), with the
+            words of one process. "column": a rank has its rows of the weight and of the bias, and y's columns; "row":
+            its columns of the weight and x's columns. in_features and out_features are the whole layer's, and the
+            attributes of that name this rank's. The size of tp_group counts; without one, tp_size, and
+            `set_tensor_parallel_group` gives the group later. sequence_parallel: x `[s, ..., in]` (column) or y (row)
+            are this rank's part of the sequence, an equal one on each rank. Weights are drawn whole and cut: from one
+            seed on all ranks they are those of one process. Gradients of a bias are whole on every rank, so that
+            nobody need add them. CPUs only.
         delay_wgrad_compute: backward leaves dw out, and `backward_dw()` computes it
         (`reference.nn.core.delayed_wgrad`). save_original_input: what Transformer Engine's backward reads, x or its
             codes; here always the codes in FP8. The numbers are the same, so it has no effect.
@@ -267,6 +309,7 @@ class Linear(LinearBase):
         self.return_bias = return_bias
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.name, self.ub_name, self.parallel_mode = name, ub_name, parallel_mode
+        self.take_tensor_group(tp_group, tp_size, sequence_parallel)
         self.save_original_input = save_original_input
         rng = (get_rng_state_tracker, rng_tracker_name)
         self._set_up(in_features, out_features, parameters_split, params_dtype, device, init_method, *rng)
@@ -294,13 +337,16 @@ class Linear(LinearBase):
             given = {"is_first_microbatch": is_first_microbatch, "fp8_output": fp8_output, "fp8_grad": fp8_grad}
             check_arguments("Linear.forward", given)
         check_input(self, inp, self.in_features)
+        row, column = (self.tp_size > 1 and self.parallel_mode == mode for mode in ("row", "column"))
+        if self.sequence_parallel:
+            self.check_rows(inp, row)
         dtype = activation_dtype(inp)
         context = self.context(dtype, is_first_microbatch)
         bias = self.joined_bias()
         tensors = (rows_of(inp), self.joined_weight(), None if self.return_bias else bias)
         plan = Plan(dtype, wanted(*tensors), context.key)
         out = differentiable(forward, backward, plan, context, *tensors)
-        out = out.view(*inp.shape[:-1], self.out_features)
+        out = out.view(*self.lead(inp, gathers=column, scatters=row), self.out_features)
         if self.return_bias:
             return out, None if bias is None else bias.to(dtype)
         return out

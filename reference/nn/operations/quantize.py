@@ -15,8 +15,8 @@ from reference.nn.core.context import ModuleContext
 from reference.nn.core.module import TransformerEngineBaseModule
 from reference.recipes.quantized import PER_TENSOR, Quantized, as_dtype, rows_of
 from reference.recipes.roles import Role, Roles
-from reference.state.applied_device import byte_after
 from reference.state.autocast import current
+from reference.state.target_device import probe_target
 from reference.support.nested import Tensors
 
 
@@ -89,7 +89,7 @@ class Quantize(TransformerEngineBaseModule):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Follow the module's device."""
-        self._device = byte_after(fn, self._device).device
+        self._device = probe_target(fn, self._device).device
         return super()._apply(fn, recurse)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:

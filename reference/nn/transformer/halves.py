@@ -3,12 +3,12 @@
     h = r + dropout(attention(norm(x))·wᵀ + b)        y = r + dropout(act(norm(h)·w1ᵀ + b1)·w2ᵀ + b2)
 
 r is x (or h), or with `apply_residual_connection_post_layernorm` its norm. The first half is in
-`reference.nn.attentions.attention_block`, the second here. `TransformerLayer`, which checks all arguments first, runs
+`reference.nn.attentions.multihead_pair`, the second here. `TransformerLayer`, which checks all arguments first, runs
 the modules one by one instead where a part is observed or replaced (`uses_default_forward`).
 
 In fp32 attention is PyTorch's own, outside the bit contract and differentiated by PyTorch. So the first half is two
-pairs of functions there, before attention and after it (`reference.nn.attentions.attention_around`), and parallel
-halves are two modules and a sum. So it is with cuDNN's attention where its heads are grouped or it is recomputed.
+pairs of functions there, before attention and after it (`reference.nn.attentions.multihead_around_torch`). So it is
+with cuDNN's attention where its heads are grouped or it is recomputed. Parallel halves: `parallel_halves.py`.
 
 A small layer runs both halves as one pair (`is_small`). That halves the host's calls, which such a layer waits for, but
 what the first half saves then lives until the second is through.
@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 import torch
 
 from reference.memory.recompute import Run
-from reference.nn.attentions import attention_block
-from reference.nn.attentions.attention_block import whole
+from reference.nn.attentions import multihead_pair
 from reference.nn.attentions.attention_options import Options
-from reference.nn.attentions.attention_prepared import Dropout, is_block, prepared, run_block, uses_default_forward
-from reference.nn.attentions.attention_reads import NO_READS, Reads
 from reference.nn.attentions.multihead_attention import MultiheadAttention
+from reference.nn.attentions.multihead_pair import whole
+from reference.nn.attentions.multihead_plan import Dropout, is_block, prepared, run_block, uses_default_forward
+from reference.nn.attentions.no_grad_inputs import NO_INPUTS, NoGradInputs
 from reference.nn.core.autograd import differentiable, wanted
 from reference.nn.core.compiled import before
 from reference.nn.core.context import BlockContext
@@ -32,8 +32,6 @@ from reference.nn.core.dropout import DropPath, before_dropped
 from reference.nn.core.parameters import named
 from reference.nn.layers import layernorm_mlp
 from reference.nn.layers.layernorm_mlp import LayerNormMLP, mlp_plan
-from reference.ops.library import twin
-from reference.ops.random.dropout import state_or_none
 from reference.recipes import quantized
 from reference.recipes.quantized import fprop_residual, rows_of
 from reference.support.nested import Tensors
@@ -70,7 +68,7 @@ def mlp_forward(
 ) -> tuple[torch.Tensor, MLPSaved]:
     """y `[..., hidden]` of h `[..., hidden]`."""
     (mlp,), (state,), rows = context.modules, context.random, rows_of(h)
-    dropped, kept = before(state), Reads.of(context.reads).mlp_kept
+    dropped, kept = before(state), NoGradInputs.of(context.reads).mlp_kept
     tensors = (rows, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight)
     a, w2, normed, saved = layernorm_mlp.hidden_forward(plan.mlp, mlp, *tensors)
     residual = normed if plan.mlp.returns_norm else rows
@@ -81,7 +79,7 @@ def mlp_forward(
 
 def mlp_backward(plan: MLPPlan, context: BlockContext, saved: MLPSaved, grad: torch.Tensor) -> Tensors:
     grad = rows_of(grad)
-    kept = Reads.of(context.reads).mlp_kept
+    kept = NoGradInputs.of(context.reads).mlp_kept
     inner = before_dropped(grad, plan.p, saved.dropped, kept)
     # If the residual is the norm's output, its gradient is added to that of the norm's output.
     norm_grad = (grad,) if plan.mlp.returns_norm else ()
@@ -96,18 +94,19 @@ class LayerPlan(NamedTuple):
     """Which gradients are wanted, and both halves' plans."""
 
     needs: tuple[bool, ...]
-    attention: attention_block.Plan
+    attention: multihead_pair.Plan
     mlp: MLPPlan
 
 
 class LayerSaved(NamedTuple):
     """What backward reads of both halves."""
 
-    attention: attention_block.Saved
+    attention: multihead_pair.Saved
     mlp: MLPSaved
 
 
-def _halves(context: BlockContext) -> tuple[BlockContext, BlockContext]:
+def of_halves(context: BlockContext) -> tuple[BlockContext, BlockContext]:
+    """The contexts of attention and of the MLP."""
     modules, random = context.modules, context.random
     (*of_attention, mlp), (*of_both, of_mlp) = modules, random
     first = BlockContext(tuple(of_attention), tuple(of_both), context.reads)
@@ -118,72 +117,20 @@ def layer_forward(
     plan: LayerPlan, context: BlockContext, x: torch.Tensor, *weights: torch.Tensor | None
 ) -> tuple[torch.Tensor, LayerSaved]:
     """y `[..., hidden]` of x `[..., hidden]`; `weights` are the first half's, then the second's."""
-    first, second = _halves(context)
+    first, second = of_halves(context)
     own: Any = weights
     count = len(plan.attention.needs) - 1  # without x
-    h, of_attention = attention_block.forward(plan.attention, first, x, *own[:count])
+    h, of_attention = multihead_pair.forward(plan.attention, first, x, *own[:count])
     y, of_mlp = mlp_forward(plan.mlp, second, h, *own[count:])
     return y, LayerSaved(of_attention, of_mlp)
 
 
 def layer_backward(plan: LayerPlan, context: BlockContext, saved: LayerSaved, grad: torch.Tensor) -> Tensors:
-    first, second = _halves(context)
+    first, second = of_halves(context)
     dh, *mlp_grads = mlp_backward(plan.mlp, second, saved.mlp, grad)
     if dh is None:
         return (*[None] * len(plan.attention.needs), *mlp_grads)
-    return (*attention_block.backward(plan.attention, first, saved.attention, dh), *mlp_grads)
-
-
-class BothPlan(NamedTuple):
-    """Which gradients are wanted, the plans of both halves, which have no residual, and dropout's probability."""
-
-    needs: tuple[bool, ...]
-    attention: attention_block.Plan
-    mlp: MLPPlan
-    p: float
-
-
-class BothSaved(NamedTuple):
-    """What backward reads of both halves, and the random state from before the dropout after them."""
-
-    attention: attention_block.Saved
-    mlp: layernorm_mlp.Saved
-    dropped: torch.Tensor | None
-
-
-def _undropped(context: BlockContext) -> BlockContext:
-    """The context of parallel attention: what stochastic depth drops is the sum of both halves."""
-    reads: Any = context.reads
-    return context._replace(reads=reads._replace(kept=None)) if reads else context
-
-
-def both_forward(
-    plan: BothPlan, context: BlockContext, x: torch.Tensor, *weights: torch.Tensor | None
-) -> tuple[torch.Tensor, BothSaved]:
-    """y of two halves that read x: T( x + dropout( T( attention + mlp ) ) )."""
-    first, second = _halves(context)
-    state, kept, rows = second.random[0], Reads.of(context.reads).kept, rows_of(x)
-    dropped = before(state)
-    own: Any = weights
-    count = len(plan.attention.needs) - 1  # without x
-    h, saved_attention = attention_block.forward(plan.attention, _undropped(first), x, *own[:count])
-    y, saved_mlp = layernorm_mlp.forward(plan.mlp.mlp, second.modules[0], rows, *own[count:])
-    both = twin.bias_dropout_add(y, None, rows_of(h), 0.0, state_or_none(None, rows))
-    out = twin.bias_dropout_add(both, None, rows, plan.p, state_or_none(state, rows), kept)
-    return whole(out, x.shape), BothSaved(saved_attention, saved_mlp, dropped)
-
-
-def both_backward(plan: BothPlan, context: BlockContext, saved: BothSaved, grad: torch.Tensor) -> Tensors:
-    first, second = _halves(context)
-    shape, grad = grad.shape, rows_of(grad)
-    kept = Reads.of(context.reads).kept
-    inner = before_dropped(grad, plan.p, saved.dropped, kept)
-    dx_mlp, *mlp_grads = layernorm_mlp.backward(plan.mlp.mlp, second.modules[0], saved.mlp, inner)
-    dx, *grads = attention_block.backward(plan.attention, _undropped(first), saved.attention, whole(inner, shape))
-    if dx is not None and dx_mlp is not None:
-        dx = twin.bias_dropout_add(rows_of(dx), None, dx_mlp, 0.0, state_or_none(None, dx_mlp))
-        dx = whole(twin.bias_dropout_add(dx, None, grad, 0.0, state_or_none(None, grad)), shape)
-    return dx, *grads, *mlp_grads
+    return (*multihead_pair.backward(plan.attention, first, saved.attention, dh), *mlp_grads)
 
 
 def is_mlp_block(mlp: Any, residual_is_norm: bool) -> bool:
@@ -192,6 +139,7 @@ def is_mlp_block(mlp: Any, residual_is_norm: bool) -> bool:
         uses_default_forward(mlp, LayerNormMLP)
         and mlp.return_layernorm_output == residual_is_norm
         and not mlp.checkpoint  # which its own forward does
+        and mlp.tp_size == 1
     )
 
 
@@ -231,7 +179,7 @@ def prepared_mlp(
     needs = needs if trains is None else (trains, *needs[1:])
     p, generator = dropout
     state = generator.take() if p > 0 else None
-    reads: Any = () if drop_path is None else NO_READS._replace(mlp_kept=drop_path.kept(h.shape[0], h.device))
+    reads: Any = () if drop_path is None else NO_INPUTS._replace(mlp_kept=drop_path.kept(h.shape[0], h.device))
     plan = MLPPlan(needs, mlp_plan(mlp, context, h.dtype, needs), h.shape, p)
     return plan, BlockContext((context,), (state,), reads), tensors
 
@@ -271,34 +219,10 @@ def run_layer(
     second, of_mlp, (_, *weights) = prepared_mlp(mlp, x, dropout, is_first, drop_path, run, any(plan.needs))
     reads: Any = context.reads
     if of_mlp.reads:
-        reads = Reads.of(reads)._replace(mlp_kept=Reads.of(of_mlp.reads).mlp_kept)
+        reads = NoGradInputs.of(reads)._replace(mlp_kept=NoGradInputs.of(of_mlp.reads).mlp_kept)
     both = BlockContext(context.modules + of_mlp.modules, context.random + of_mlp.random, reads)
     whole_plan = LayerPlan((*plan.needs, *second.needs[1:]), plan, second)
     return differentiable(layer_forward, layer_backward, whole_plan, both, *tensors, *weights)
-
-
-def run_both(
-    module: Any,
-    mlp: Any,
-    x: torch.Tensor,
-    mask: Any,
-    mask_type: str,
-    dropout: Dropout,
-    is_first: bool | None,
-    angles: Any,
-    recomputes: bool,
-    window: Any,
-    options: Options,
-    drop_path: DropPath | None,
-    run: Run,
-) -> torch.Tensor:
-    """y of parallel halves."""
-    given = (x, mask, mask_type, None, is_first, None, angles, recomputes, window, options, drop_path, run)
-    plan, context, tensors = prepared(module, x.dtype, *given)
-    second, of_mlp, (_, *weights) = prepared_mlp(mlp, x, dropout, is_first, None, run)
-    both = BlockContext(context.modules + of_mlp.modules, context.random + of_mlp.random, context.reads)
-    whole_plan = BothPlan((*plan.needs, *second.needs[1:]), plan, second, dropout[0])
-    return differentiable(both_forward, both_backward, whole_plan, both, *tensors, *weights)
 
 
 def run_module(

@@ -22,35 +22,38 @@ from typing import Any
 import torch
 
 from reference.memory.recompute import Run, current_run
-from reference.nn.attentions.attention_around import by_torch
 from reference.nn.attentions.attention_lengths import with_longest
 from reference.nn.attentions.attention_options import NO_OPTIONS, Options, defaults_of
-from reference.nn.attentions.core_attention import Mask
+from reference.nn.attentions.exact_attention import Mask
 from reference.nn.attentions.inference import InferenceParams
 from reference.nn.attentions.inference_step import ended
+from reference.nn.attentions.multihead_around_torch import by_torch
 from reference.nn.attentions.multihead_attention import MultiheadAttention
 from reference.nn.core import checks
 from reference.nn.core.attributes import OfTransformerLayer
 from reference.nn.core.autograd import rounded_gradient
 from reference.nn.core.dropout import DropPath, Generator, bias_dropout_add
-from reference.nn.core.one_rank import ContextGroup, TensorGroup
+from reference.nn.core.one_rank import ContextGroup
 from reference.nn.core.parameters import DeviceDefault, InitMethod
+from reference.nn.core.tensor_parallel import TensorParallelParts
 from reference.nn.layers.layernorm import LayerNorm, RMSNorm
 from reference.nn.layers.layernorm_mlp import LayerNormMLP
-from reference.nn.transformer import halves
+from reference.nn.transformer import halves, parallel_halves
 from reference.nn.transformer.transformer_layer_checks import check_construction, check_forward
+from reference.parallel.chain import ranks_of
 from reference.recipes.quantized import as_dtype
 
 # Arguments of the layer that its attentions and its MLP have too, and those that its attentions have.
 _COMMON = ["bias", "init_method", "output_layer_init_method", "normalization", "zero_centered_gamma", "params_dtype"]
 _COMMON += ["get_rng_state_tracker", "fuse_wgrad_accumulation"]
+_COMMON += ["tp_group", "tp_size", "sequence_parallel", "set_parallel_mode"]
 _ATTENTION = ["kv_channels", "attention_dropout", "layernorm_epsilon", "num_gqa_groups", "fuse_qkv_params"]
 _ATTENTION += ["qkv_weight_interleaved", "rotary_pos_interleaved", "attention_backend", "softmax_type"]
 _ATTENTION += ["qk_norm_type", "qk_norm_eps", "qk_norm_before_rope"]
 _NORM = ("normalization", "zero_centered_gamma", "layernorm_epsilon", "return_layernorm_output")
 
 
-class TransformerLayer(OfTransformerLayer, TensorGroup, ContextGroup, DeviceDefault, torch.nn.Module):
+class TransformerLayer(TensorParallelParts, OfTransformerLayer, ContextGroup, DeviceDefault, torch.nn.Module):
     """A transformer layer. Arguments, defaults and submodule names are Transformer Engine's.
 
     Submodules: `self_attention`, `inter_attention` (decoder), `layernorm_mlp`, `layernorm` (with `output_layernorm`).
@@ -74,7 +77,8 @@ class TransformerLayer(OfTransformerLayer, TensorGroup, ContextGroup, DeviceDefa
         layer_number: of self-attention, as in `DotProductAttention`.
         name, seq_length, micro_batch_size: accepted as in Transformer Engine, without effect.
         softmax_type: as in `DotProductAttention`.
-        sequence_parallel, set_parallel_mode, tp_group, tp_size: as in `Linear`.
+        sequence_parallel, set_parallel_mode, tp_group, tp_size: as in `MultiheadAttention` and `LayerNormMLP`. Dropout
+            has the masks of one process if torch's seeds are the same on all ranks: each takes those of its place.
         softcap and ub_tp_comm_overlap: only "off"; without it, the other ub_* have no effect.
     """
 
@@ -143,6 +147,15 @@ class TransformerLayer(OfTransformerLayer, TensorGroup, ContextGroup, DeviceDefa
         check_construction(given)
         super().__init__()
         device = self.resolve_device(device)
+        self.set_parallel_mode = set_parallel_mode
+        self.take_tensor_group(tp_group, tp_size, sequence_parallel)
+        if self.sequence_parallel:
+            for one, off in (("output_layernorm", False), ("drop_path_rate", 0.0)):
+                if given[one] != off:
+                    raise NotImplementedError(
+                        f"TransformerLayer: {one}={given[one]!r} with sequence_parallel=True and "
+                        f"tp_size={self.tp_size} is not offered; {off!r} is accepted."
+                    )
         self.hidden_size = int(hidden_size)
         self.hidden_dropout = float(hidden_dropout)
         self.layer_type = layer_type
@@ -300,6 +313,8 @@ class TransformerLayer(OfTransformerLayer, TensorGroup, ContextGroup, DeviceDefa
         check_forward(self, *checked)
         hidden_states = as_dtype(hidden_states, checks.activation_dtype(hidden_states))
         dropout = (self.hidden_dropout if self.training else 0.0, self.generator)
+        if dropout[0] > 0 and self.sequence_parallel and self.tp_name is not None:
+            self.generator.at(ranks_of(self.tp_name)[0] * hidden_states.numel())
         if dropout[0] > 0:
             self.generator.draw(hidden_states.device)
         drop_path = self.drop_path if self.training else None
@@ -358,14 +373,10 @@ class TransformerLayer(OfTransformerLayer, TensorGroup, ContextGroup, DeviceDefa
         """x + dropout(attention(norm(x)) + mlp(norm(x)))."""
         more = (angles, recomputes, window, options)
         attention, mlp = self.self_attention, self.layernorm_mlp
-        if (
-            halves.is_attention_block(attention, False)
-            and halves.is_mlp_block(mlp, False)
-            and not by_torch(attention, x.dtype, recomputes)
-        ):
+        if halves.is_attention_block(attention, False) and halves.is_mlp_block(mlp, False):
             drop_path = self.drop_path if self.training else None
             first = (mask, mask_type, dropout, is_first_microbatch)
-            return halves.run_both(attention, mlp, x, *first, *more, drop_path, run)
+            return parallel_halves.run_parallel(attention, mlp, x, *first, *more, drop_path, run)
         read = rounded_gradient(x)
         both = halves.run_module(attention, read, mask, mask_type, is_first_microbatch, None, *more) + mlp(
             read, is_first_microbatch
@@ -407,7 +418,8 @@ class TransformerLayer(OfTransformerLayer, TensorGroup, ContextGroup, DeviceDefa
             residual = norm[0]
         drop_path = self.drop_path if drops_path and self.training else None
         kept = None if drop_path is None else drop_path.kept(y.shape[0], y.device)
-        return bias_dropout_add(y, bias, residual, *dropout, kept)
+        group = self.tp_name if self.sequence_parallel else None
+        return bias_dropout_add(y, bias, residual, *dropout, kept, group)
 
 
 _DEFAULTS = defaults_of(

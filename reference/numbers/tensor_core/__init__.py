@@ -56,8 +56,9 @@ def gemm(a: torch.Tensor, b: torch.Tensor, accumulate: str = "fast", c: torch.Te
         accumulate: "fast" is one chain over all of K, whose accumulator never leaves the tensor core. "split" (FP8
             only) consists of chains of K = 128 from zero; each partial sum is added to an fp32 accumulator with an
             ordinary addition, in order of K.
-        c: fp32 `[M, N]`, with "fast" only: what the chain starts from instead of +0. So a chain may be cut in two where
-            K is a multiple of the step's: the second part starts from the first one's result.
+        c: fp32 `[M, N]`: what the chain ("fast") or the fp32 accumulator ("split") starts from instead of +0. So a
+            product may be cut in two where K is a multiple of the step's or of `SPLIT_K`: the second part starts from
+            the first one's result.
 
     Raises:
         RuntimeError: subnormal numbers are flushed to zero.
@@ -75,11 +76,8 @@ def gemm(a: torch.Tensor, b: torch.Tensor, accumulate: str = "fast", c: torch.Te
     start = None
     if c is not None:
         shape = (*a.shape[:-1], b.shape[-2])
-        if split or c.dtype != torch.float32 or tuple(c.shape) != shape or c.device.type != "cpu":
-            raise ValueError(
-                f"c is {c.dtype} {tuple(c.shape)} on {c.device} with accumulate={accumulate!r}; "
-                f"float32 {shape} on the CPU with 'fast' is needed."
-            )
+        if c.dtype != torch.float32 or tuple(c.shape) != shape or c.device.type != "cpu":
+            raise ValueError(f"c is {c.dtype} {tuple(c.shape)} on {c.device}; float32 {shape} on the CPU is needed.")
         start = c.detach().contiguous().view(torch.int32).numpy().view(np.uint32)
     words = fast.gemm_words(left, SPLIT_K if split else None, start)
     return torch.from_numpy(words.view(np.float32))

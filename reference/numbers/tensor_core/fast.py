@@ -71,7 +71,7 @@ def _ranges(count: int, parts: int, multiple: int) -> list[tuple[int, int]]:
 def _finite(
     operands: model.Operands, split_steps: int, compiled: tuple[Any, Any, int], c: NDArray[np.float32] | None = None
 ) -> NDArray[np.float32]:
-    """a · bᵀ (+ c, of 16-bit operands) of `[H, M, K]` and `[H, N, K]` by the compiled tiles.
+    """a · bᵀ (+ c) of `[H, M, K]` and `[H, N, K]` by the compiled tiles.
 
     NaN and infinity in a and b count as zeros.
     """
@@ -121,30 +121,26 @@ def gemm_words(
         raise ValueError(f"split_k is {split_k}: a multiple of {instruction.k} is needed, with FP8 operands.")
     if a.ndim == 2:
         return gemm_words(operands._replace(a=a[None], b=b[None]), split_k, None if c is None else c[None])[0]
-    if c is not None and not half:
-        words = c.copy()
-        for n, start in enumerate(c):
-            words[n] = model.gemm_words(operands._replace(a=a[n], b=b[n]), split_k, start)
-        return words
     split_steps = 0 if split_k is None else split_k // instruction.k
     words = _finite(operands, split_steps, _compiled(half), None if c is None else c.view(np.float32)).view(np.uint32)
     special = _special(a, a_format) | _special(b, b_format)
     if c is not None:
         special |= _special(c, model.FP32)
     for one in np.flatnonzero(special):  # nearly never
-        words[one] = _corrected(words[one], operands._replace(a=a[one], b=b[one]), None if c is None else c[one])
+        start = None if c is None else c[one]
+        words[one] = _corrected(words[one], operands._replace(a=a[one], b=b[one]), split_k, start)
     return words
 
 
 def _corrected(
-    finite: NDArray[np.uint32], operands: model.Operands, c: NDArray[np.uint32] | None
+    finite: NDArray[np.uint32], operands: model.Operands, split_k: int | None, c: NDArray[np.uint32] | None
 ) -> NDArray[np.uint32]:
     """The words of a · bᵀ (+ c), from those with zeros in place of the NaN and infinities of a and b."""
     a, a_format, b, b_format, _ = operands
     a_inf, a_nan = _special_rows(a, a_format)
     b_inf, b_nan = _special_rows(b, b_format)
     if c is not None and (a_inf.size or b_inf.size or _special(c[None], model.FP32)[0]):
-        return model.gemm_words(operands, None, c)  # which is rare
+        return model.gemm_words(operands, split_k, c)  # which is rare
     words = finite.copy()
     others = np.setdiff1d(np.arange(a.shape[0]), a_inf)
     for rows, columns in ((a_inf, np.arange(b.shape[0])), (others, b_inf)):

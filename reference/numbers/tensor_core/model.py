@@ -177,13 +177,13 @@ def gemm_words(
 
     Without `split_k` ("fast" accumulation) it is one chain over all of K: C of one step is D of the step before, that
     of the first step `c`, or +0. Otherwise ("split") chains of `split_k` start from zero and are added in order of K,
-    with ordinary fp32 additions, to an accumulator that starts at +0.
+    with ordinary fp32 additions, to an accumulator that starts at `c`, or +0.
     """
     a, a_format, b, b_format, instruction = operands
     depth = a.shape[1]
-    total = np.zeros((a.shape[0], b.shape[0]), np.float32)
     if c is not None and depth == 0:
         return c.copy()
+    total = np.zeros((a.shape[0], b.shape[0]), np.float32) if c is None else c.view(np.float32)
     for first in range(0, depth, split_k or max(depth, 1)):
         words = np.zeros(total.shape, np.uint32) if c is None or split_k is not None else c
         for k in range(first, min(depth, first + (split_k or depth)), instruction.k):

@@ -273,8 +273,8 @@ def pack(codes, values, exponents, first, last, step_k, to_values, to_exponents)
 def tiles(a, a_exponent, codes, values, exponents, matrices, rows, columns, split_steps, out):  # type: ignore[no-untyped-def]
     """Add packed a (see `pack`) times codes [H, N, K] to out[matrices, rows, columns]; each of these is (first, last).
 
-    The chain starts from what `out` holds. split_steps > 0 (FP8, `out` zero): after so many steps the chain is added
-    to the output and starts again from zero.
+    The chain starts from what `out` holds. split_steps > 0 (FP8): it starts from zero; after so many steps the chain is
+    added to the output and starts again from zero.
     """
     step_k, width, no_term = _constants(exponents)
     depth = codes.shape[2]

@@ -44,6 +44,10 @@ serves the eight pairs (query i, key j) that a thread holds: with i = 16 I + 8 r
 
     counter = (low, high half of ((head · ⌈sq/16⌉ + I) · ⌈skv/16⌉ + J) · 32 + 4 g + q, offset's halves)
     u = half r (low, high) of word 2 e + c            head = batch · h + head
+
+Where q has some of a tensor's heads, those that lie on this rank, three numbers follow seed and offset (`[5]`, on a
+CPU): how many of each entry there are here, how many in the whole, and which of these is the first here. Then `head`
+counts those of the whole.
 """
 
 import math
@@ -186,7 +190,7 @@ def check_attention(
     check_window(op, options.left, options.right)
     check_bias(op, q, shape, options.bias, options.slopes)
     check_sinks(op, q, options.sinks, options.biased)
-    check_dropout(op, "q", q, options.dropout, options.rng_state)
+    check_dropout(op, "q", q, options.dropout, options.rng_state, place=3)
     check_lengths(op, shape[0], q.device, options.q_lengths, options.kv_lengths)
 
 
@@ -212,7 +216,14 @@ def keep_pairs(
     tiles_i, tiles_j = -(-sq // 16), -(-skv // 16)
     counters = tiles_i * tiles_j * 32
     seed, offset = state_values(rng_state)
-    words = np.stack(philox.element_words(seed, first * counters, count * counters, offset), axis=1).astype(np.uint32)
+    if len(rng_state) == 2:
+        drawn = philox.element_words(seed, first * counters, count * counters, offset)
+    else:
+        here, of_all, first_of_all = rng_state[2:].tolist()
+        places = [n // here * of_all + first_of_all + n % here for n in range(first, first + count)]
+        of_heads = [philox.element_words(seed, place * counters, counters, offset) for place in places]
+        drawn = [np.concatenate(words) for words in zip(*of_heads, strict=True)]
+    words = np.stack(drawn, axis=1).astype(np.uint32)
     u = np.stack([words & 0xFFFF, words >> 16], axis=2)
     u = u.reshape(count, tiles_i, tiles_j, 8, 4, 2, 2, 2)  # head, I, J, g, q, e, c, r
     u = u.transpose(0, 1, 7, 3, 2, 6, 4, 5)  # head, I, r, g, J, c, q, e

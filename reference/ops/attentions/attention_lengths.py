@@ -22,8 +22,6 @@ from typing import NamedTuple
 
 import torch
 
-from reference.ops.attentions.attention_options import Options
-
 
 class Entry(NamedTuple):
     """What one entry of a batch has: its numbers of queries and keys, and its mask and bias, cut to them."""
@@ -129,17 +127,3 @@ def alibi_by_lengths(
     """ALiBi's numbers, fp32 `[b, h, sq, skv]`, with the diagonal of each entry at its own bottom right."""
     i, j, diagonal, _ = _places(shape, q_lengths, kv_lengths, slopes.device)
     return (slopes.view(-1, shape[1], 1, 1) * -(i + diagonal - j).abs().float()).expand(shape).contiguous()
-
-
-def without_lengths(shape: tuple[int, int, int, int], options: Options) -> Options:
-    """The options of a call on a batch of `shape` [b, h, sq, skv] without their lengths, which give the same bits.
-
-    A mask hides what lengths leave out. ALiBi's slopes become the tensor of their numbers, fp32 `[b, h, sq, skv]`,
-    unless the mask type is "causal".
-    """
-    lengths = (options.q_lengths, options.kv_lengths)
-    if options.slopes is not None and options.mask_type != "causal":
-        options = options._replace(bias=alibi_by_lengths(options.slopes, shape, *lengths), slopes=None)
-    kind, left, right, hidden = hidden_by_lengths(options.mask_type, options.left, options.right, shape, *lengths)
-    mask = hidden if options.mask is None else hidden | options.mask
-    return options._replace(mask_type=kind, left=left, right=right, mask=mask, q_lengths=None, kv_lengths=None)

@@ -12,8 +12,7 @@ zeros. A row that is in no sequence has +0 in out, dq, dk and dv. m and inv, a m
 padded call, `[b, h, longest_q]` and so on, and dropout its random bits.
 
 Nothing is gathered on a GPU. A kernel's copies begin at a sequence's first row; they may bring rows of the next
-sequence, which the kernels treat as they treat padding: NaN and infinities in it do not matter. Heads of more than 128
-channels are refused, since their kernels know no lengths. `reference.nn.attentions.core_pair` gathers those.
+sequence, which the kernels treat as they treat padding: NaN and infinities in it do not matter.
 
 On a GPU, where nothing waits to look at them, a start or a length outside of its range counts as the nearest number
 inside.
@@ -25,8 +24,6 @@ import torch
 
 from reference.ops.attentions.attention_lengths import check_lengths
 from reference.ops.attentions.attention_options import Options
-
-MOST_CHANNELS = 128
 
 
 class Maps(NamedTuple):
@@ -127,11 +124,6 @@ def check_packed(op: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, opt
     for name in names[2:4]:
         if given[name] < 0:
             raise ValueError(f"{op}: {name}={given[name]}; the longest sequence's tokens, 0 or more, are accepted.")
-    if max(q.shape[2], v.shape[2]) > MOST_CHANNELS:
-        raise ValueError(
-            f"{op}: head_dim must be at most {MOST_CHANNELS} with q_starts; got {max(q.shape[2], v.shape[2])}. Wider "
-            f"heads are accepted as padded sequences."
-        )
 
 
 def _check_starts(op: str, name: str, x: torch.Tensor, like: torch.Tensor, device: torch.device) -> None:

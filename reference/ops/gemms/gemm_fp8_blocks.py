@@ -132,10 +132,12 @@ def accumulated(
     b_scale_inv: torch.Tensor,
     a_square: bool,
     b_square: bool,
+    start: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """acc, fp32 `[M, N]`."""
+    """acc, fp32 `[M, N]`, from +0 or from `start`."""
     rows, columns = factors(a_scale_inv, len(a), a_square), factors(b_scale_inv, len(b), b_square)
-    acc = torch.zeros((len(a), len(b)), dtype=torch.float32, device="cpu")
+    shape = (len(a), len(b))
+    acc = torch.zeros(shape, dtype=torch.float32, device="cpu") if start is None else start.clone()
     for k in range(blocks_of(a.shape[1])):
         part = slice(BLOCK * k, BLOCK * (k + 1))
         p = tensor_core.gemm(a[:, part].contiguous(), b[:, part].contiguous())

@@ -134,7 +134,7 @@ def check_norm(
         check_like(op, "bias", bias, weight.dtype, x.shape[1:], x.device)
 
 
-def _statistics(x: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+def new_statistics(x: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Allocate (mean fp32 `[rows]` (rmsnorm: `[0]`), rstd fp32 `[rows]`)."""
     rows = x.shape[0]
     mean = x.new_empty(rows if kind == "layernorm" else 0, dtype=torch.float32)
@@ -152,7 +152,7 @@ def norm_outputs(
 ) -> Three:
     check_norm("twin::norm", x, weight, bias, eps, kind)
     check_wide("twin::norm", "out_dtype", out_dtype)
-    return x.new_empty(x.shape, dtype=out_dtype), *_statistics(x, kind)
+    return x.new_empty(x.shape, dtype=out_dtype), *new_statistics(x, kind)
 
 
 def norm_scale_outputs(
@@ -168,7 +168,7 @@ def norm_scale_outputs(
     check_norm("twin::norm_scale", x, weight, bias, eps, kind)
     check_wide("twin::norm_scale", "out_dtype", out_dtype)
     check_scale("twin::norm_scale", *scale)
-    return x.new_empty(x.shape, dtype=out_dtype), *_statistics(x, kind), x.new_empty(1, dtype=torch.float32)
+    return x.new_empty(x.shape, dtype=out_dtype), *new_statistics(x, kind), x.new_empty(1, dtype=torch.float32)
 
 
 def norm_cast_transpose_outputs(
@@ -182,7 +182,7 @@ def norm_cast_transpose_outputs(
 ) -> Five:
     check_norm("twin::norm_cast_transpose", x, weight, bias, eps, kind)
     check_cast("twin::norm_cast_transpose", x, *scaling)
-    return *cast_outputs(x, x.shape[1], scaling[3]), *_statistics(x, kind)
+    return *cast_outputs(x, x.shape[1], scaling[3]), *new_statistics(x, kind)
 
 
 def norm_backward_outputs(

@@ -21,7 +21,9 @@ One Philox counter serves eight consecutive elements, as many as a thread holds 
     keep = u >= threshold
 
 `rng_state` is int64 `[2]`, (seed, offset), on the device of x (`reference.numbers.philox.new_state`). The op advances
-the offset by one. The backward takes a clone of the state from before that.
+the offset by one. The backward takes a clone of the state from before that. Where x is a part of a tensor, rows that
+lie on this rank, a third number is that of x's first element in the whole (`[3]`, on a CPU): it has the mask of its
+place.
 """
 
 import numpy as np
@@ -46,8 +48,13 @@ def keep_scale(p: float) -> float:
     return float(np.float32(STEPS / kept)) if kept else 0.0
 
 
-def check_dropout(op: str, name: str, x: torch.Tensor, p: float, rng_state: torch.Tensor | None) -> None:
-    """Refuse a probability outside [0, 1], and a state that is missing or is not int64 `[2]` on x's device."""
+def check_dropout(
+    op: str, name: str, x: torch.Tensor, p: float, rng_state: torch.Tensor | None, place: int = 0
+) -> None:
+    """Refuse a probability outside [0, 1], and a state that is missing or is not int64 `[2]` on x's device.
+
+    `place`: how many numbers may follow on a CPU, which say where x lies in a larger tensor.
+    """
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"{op}: the dropout probability must be from 0 to 1; got {p}.")
     if threshold(p) == 0:
@@ -57,7 +64,8 @@ def check_dropout(op: str, name: str, x: torch.Tensor, p: float, rng_state: torc
             f"{op}: a dropout probability of {p} needs rng_state, an int64 [2] tensor (seed, offset) "
             f"(reference.numbers.philox.new_state makes one); got None."
         )
-    if rng_state.dtype != torch.int64 or tuple(rng_state.shape) != (2,) or not rng_state.is_contiguous():
+    shapes = ((2,), (2,) if rng_state.is_cuda else (2 + place,))
+    if rng_state.dtype != torch.int64 or tuple(rng_state.shape) not in shapes or not rng_state.is_contiguous():
         raise ValueError(
             f"{op}: rng_state must be a contiguous int64 [2] tensor (seed, offset); "
             f"got {rng_state.dtype} {tuple(rng_state.shape)}."
@@ -98,16 +106,18 @@ def times_kept(t: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:
 
 def state_values(rng_state: torch.Tensor) -> tuple[int, int]:
     """(seed, offset) as unsigned 64-bit numbers."""
-    seed, offset = rng_state.tolist()
+    seed, offset = rng_state[:2].tolist()
     return seed % (1 << 64), offset % (1 << 64)
 
 
 def dropped(t: torch.Tensor, p: float, rng_state: torch.Tensor, backward: bool = False) -> torch.Tensor:
     """keep ? round(t · scale) : +0, in the backward |t|·0, of t's dtype. The state is not advanced."""
     seed, offset = state_values(rng_state)
-    words = np.stack(philox.element_words(seed, 0, -(-t.numel() // 8), offset), axis=1)  # [groups, 4]
+    first = int(rng_state[2]) if len(rng_state) > 2 else 0
+    skipped = first % 8  # of the first group of eight
+    words = np.stack(philox.element_words(seed, first // 8, -(-(skipped + t.numel()) // 8), offset), axis=1)
     halves = np.stack([words & np.uint64(0xFFFF), words >> np.uint64(16)], axis=2)  # [groups, 4, 2]
-    keep = torch.from_numpy(halves.reshape(-1)[: t.numel()] >= threshold(p)).view(t.shape)
+    keep = torch.from_numpy(halves.reshape(-1)[skipped : skipped + t.numel()] >= threshold(p)).view(t.shape)
     scaled = (t.float() * torch.tensor(keep_scale(p), dtype=torch.float32, device="cpu")).to(t.dtype)
     return torch.where(keep, scaled, t.abs() * 0 if backward else torch.zeros((), dtype=t.dtype, device="cpu"))
 
@@ -122,7 +132,7 @@ def bias_dropout_add_outputs(
 ) -> torch.Tensor:
     check_input("twin::bias_dropout_add", "x", x)
     check_addends("twin::bias_dropout_add", x, bias, residual)
-    check_dropout("twin::bias_dropout_add", "x", x, p, rng_state)
+    check_dropout("twin::bias_dropout_add", "x", x, p, rng_state, place=1)
     check_kept("twin::bias_dropout_add", "x", x, kept)
     return torch.empty_like(x)
 
@@ -131,7 +141,7 @@ def dropout_backward_outputs(
     grad: torch.Tensor, p: float, rng_state: torch.Tensor | None, kept: torch.Tensor | None = None
 ) -> torch.Tensor:
     check_input("twin::dropout_backward", "grad", grad)
-    check_dropout("twin::dropout_backward", "grad", grad, p, rng_state)
+    check_dropout("twin::dropout_backward", "grad", grad, p, rng_state, place=1)
     check_kept("twin::dropout_backward", "grad", grad, kept)
     return torch.empty_like(grad)
 

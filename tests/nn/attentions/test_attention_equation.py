@@ -12,8 +12,8 @@ from shared.transformer_layers import numbers
 from torch.utils._pytree import tree_map
 
 import reference as te
-from reference.nn.attentions import attention_of_torch, attention_options, dot_product_attention
-from reference.nn.attentions.core_attention import CorePlan
+from reference.nn.attentions import attention_options, dot_product_attention, torch_attention
+from reference.nn.attentions.exact_attention import CorePlan
 from reference.nn.transformer import halves
 
 RECIPES: dict[str, Any] = {
@@ -37,7 +37,7 @@ def drawn(seed: int) -> dict[str, Any]:
         return among[rng.integers(len(among))]
 
     case: dict[str, Any] = {"seed": seed}
-    case["kind"] = one("layer", "layer", "layer", "decoder", "self", "cross")
+    case["layer"] = one("layer", "layer", "layer", "decoder", "self", "cross")
     case["layout"] = one("sbhd", "bshd", "thd")
     case["recipe"] = one(*RECIPES)
     packed, fp8 = case["layout"] == "thd", case["recipe"] == "fp8 attention"
@@ -54,8 +54,8 @@ def drawn(seed: int) -> dict[str, Any]:
     case["dtype"] = one(torch.bfloat16, torch.bfloat16, torch.float16, torch.float32)
     if case["dtype"] == torch.float32:  # PyTorch's own attention knows no sinks and no FP8
         case["softmax"], case["recipe"] = "vanilla", "delayed" if fp8 else case["recipe"]
-    case["depth"] = case["kind"] in ("layer", "decoder") and one(0.0, 0.0, 0.3)
-    case["parallel"] = case["kind"] == "layer" and one(True, False, False)
+    case["depth"] = case["layer"] in ("layer", "decoder") and one(0.0, 0.0, 0.3)
+    case["parallel"] = case["layer"] == "layer" and one(True, False, False)
     case["norm"] = one("input", "input", "none", "residual")
     case["bias_of_linear"] = one(True, True, False)
     return case
@@ -85,7 +85,7 @@ def _made(case: dict[str, Any], library: Any) -> Any:
         "params_dtype": case["dtype"],
         "bias": case["bias_of_linear"],
     }
-    if case["kind"] in ("layer", "decoder"):
+    if case["layer"] in ("layer", "decoder"):
         torch.manual_seed(1)
         return library.TransformerLayer(
             64,
@@ -94,7 +94,7 @@ def _made(case: dict[str, Any], library: Any) -> Any:
             hidden_dropout=case["dropout"],
             attn_input_format=case["layout"],
             self_attn_mask_type=case["mask"],
-            **({"layer_type": "decoder", "enc_dec_attn_mask_type": case["mask"]} if case["kind"] == "decoder" else {}),
+            **({"layer_type": "decoder", "enc_dec_attn_mask_type": case["mask"]} if case["layer"] == "decoder" else {}),
             drop_path_rate=case["depth"],
             parallel_attention_mlp=case["parallel"],
             attention_backend=case.get("backend", "exact"),
@@ -108,7 +108,7 @@ def _made(case: dict[str, Any], library: Any) -> Any:
         4,
         qkv_format=case["layout"],
         attn_mask_type=case["mask"],
-        attention_type=case["kind"],
+        attention_type=case["layer"],
         input_layernorm=case["norm"] != "none",
         return_layernorm_output=case["norm"] == "residual",
         return_bias=case["seed"] % 2 == 0,
@@ -119,28 +119,28 @@ def _made(case: dict[str, Any], library: Any) -> Any:
 def arguments_of(case: dict[str, Any]) -> dict[str, Any]:
     """What forward takes beside the input, apart from tensors with a gradient."""
     found: dict[str, Any] = {"window_size": case["window"], "checkpoint_core_attention": case["recomputes"]}
-    crosses = case["kind"] in ("decoder", "cross")
-    if case["kind"] == "decoder" and case["window"] is not None:
+    crosses = case["layer"] in ("decoder", "cross")
+    if case["layer"] == "decoder" and case["window"] is not None:
         found["enc_dec_window_size"] = (7, 3) if case["mask"] in ("no_mask", "padding") else (7, 0)
     if case["lengths"]:
         ends = torch.cat([torch.zeros(1, dtype=torch.int32), LENGTHS.cumsum(0, dtype=torch.int32)])
         found |= {"cu_seqlens_q": ends, "cu_seqlens_kv": ends} if crosses else {"cu_seqlens_q": ends}
-        if case["kind"] == "self":
+        if case["layer"] == "self":
             found["cu_seqlens_kv"] = ends
         if case["layout"] == "thd" and case["seed"] % 3:
             padded = torch.tensor([0, 15, 37], dtype=torch.int32)
             found["cu_seqlens_q_padded"] = padded
-            if case["kind"] != "layer":
+            if case["layer"] != "layer":
                 found["cu_seqlens_kv_padded"] = padded
     elif case["mask"] == "arbitrary":
         hidden = numbers(7, B, 1, S, S) > 0.7
         found["attention_mask"] = hidden
-        found |= {"enc_dec_attn_mask": hidden.flip(2)} if case["kind"] == "decoder" else {}
+        found |= {"enc_dec_attn_mask": hidden.flip(2)} if case["layer"] == "decoder" else {}
     elif case["mask"] in PADDING:
         mask = (torch.arange(S) >= LENGTHS[:, None]).view(B, 1, 1, S)
         cross = (mask, (torch.arange(S) >= LENGTHS.flip(0)[:, None]).view(B, 1, 1, S))
-        found["attention_mask"] = cross if case["kind"] == "cross" else mask
-        found |= {"enc_dec_attn_mask": cross} if case["kind"] == "decoder" else {}
+        found["attention_mask"] = cross if case["layer"] == "cross" else mask
+        found |= {"enc_dec_attn_mask": cross} if case["layer"] == "decoder" else {}
     if case["rotary"] is not None:
         found["rotary_pos_emb"] = numbers(8, S, 1, 1, 8)
     if case["bias"] != "no_bias":
@@ -159,7 +159,7 @@ def run(case: dict[str, Any], hooked: bool = False, library: Any = te, steps: in
     for _ in range(steps):
         tensors = {"x": numbers(1, *shape).to(on, case["dtype"])}
         given = tree_map(lambda x: x.to(on) if isinstance(x, torch.Tensor) else x, arguments_of(case))
-        if case["kind"] in ("decoder", "cross"):
+        if case["layer"] in ("decoder", "cross"):
             tensors["encoder_output"] = numbers(2, *shape).to(on, case["dtype"])
         if case["bias"] == "post_scale_bias":
             tensors["core_attention_bias"] = numbers(3, 1, 4, S, S).to(on)
@@ -232,12 +232,12 @@ PLAIN: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("kind", "small"), [("layer", 0), ("layer", halves.SMALL), ("self", 0)])
+@pytest.mark.parametrize(("layer", "small"), [("layer", 0), ("layer", halves.SMALL), ("self", 0)])
 @pytest.mark.parametrize("option", FUSED)
-def test_an_option_adds_no_node(option: str, small: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_option_adds_no_node(option: str, small: int, layer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer with it is as many pairs of functions as the plain layer: one, or two halves."""
     monkeypatch.setattr(halves, "SMALL", small)
-    case = {**PLAIN, "kind": kind, **FUSED[option]}
+    case = {**PLAIN, "layer": layer, **FUSED[option]}
     module, extra = module_of(case), {}
     if case["bias"] == "post_scale_bias":
         extra["core_attention_bias"] = numbers(3, 1, 4, S, S).requires_grad_()
@@ -245,22 +245,74 @@ def test_an_option_adds_no_node(option: str, small: int, kind: str, monkeypatch:
     with te.autocast(recipe=RECIPES[case["recipe"]]):
         out = module(x, **arguments_of(case), **extra)
     pairs = [name for name in nodes(out[0] if isinstance(out, tuple) else out) if name != "ViewBackward0"]
-    expected = 1 if small or kind == "self" else 2
-    assert pairs == ["_PairBackward"] * (expected + (kind == "layer" and case["norm"] == "none"))
+    expected = 1 if small or layer == "self" else 2
+    assert pairs == ["_PairBackward"] * (expected + (layer == "layer" and case["norm"] == "none"))
 
 
 @pytest.mark.parametrize("recipe", ["16 bits", "delayed"])
-@pytest.mark.parametrize("kind", ["layer", "decoder", "self", "cross"])
-def test_around_torchs_attention_is_the_block(kind: str, recipe: str) -> None:
+@pytest.mark.parametrize("layer", ["layer", "decoder", "self", "cross"])
+def test_around_torchs_attention_is_the_block(layer: str, recipe: str) -> None:
     """In fp32: a pair before it and one after it, and one of the MLP."""
-    case = {**PLAIN, "kind": kind, "dtype": torch.float32, "recipe": recipe, "qk_norm": "RMSNorm", "rotary": False}
+    case = {**PLAIN, "layer": layer, "dtype": torch.float32, "recipe": recipe, "qk_norm": "RMSNorm", "rotary": False}
     x, more = numbers(1, S, B, 64).requires_grad_(), arguments_of(case)
-    if kind in ("decoder", "cross"):
+    if layer in ("decoder", "cross"):
         more["encoder_output"] = numbers(2, S, B, 64)
     with te.autocast(enabled=recipe != "16 bits", recipe=RECIPES[recipe]):
         out = module_of(case)(x, **more)
     pairs = [name for name in nodes(out[0] if isinstance(out, tuple) else out) if name == "_PairBackward"]
-    assert len(pairs) == {"layer": 3, "decoder": 5, "self": 2, "cross": 2}[kind]
+    assert len(pairs) == {"layer": 3, "decoder": 5, "self": 2, "cross": 2}[layer]
+
+
+AROUND: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "fp8": {"recipe": "delayed"},
+    "stochastic depth": {"recipe": "delayed", "depth": 0.3},
+    "a bias": {"bias": "post_scale_bias", "groups": 2},
+    "packed": {"mask": "padding_causal", "lengths": True, "layout": "thd", "recipe": "delayed"},
+    "lengths, recomputed": {"mask": "padding_causal", "lengths": True, "layout": "bshd", "recomputes": True},
+    "qk-norm": {"qk_norm": "LayerNorm", "bias_of_linear": False, "fused": False},
+    "evaluated": {"training": False, "rotary": True},
+}
+
+
+@pytest.mark.parametrize("option", AROUND)
+def test_parallel_halves_around_torchs_attention_are_their_modules(option: str, same_bits) -> None:
+    """In fp32: a pair before attention, with the MLP in it, and one after it."""
+    case = {**PLAIN, "layer": "layer", "parallel": True, "dtype": torch.float32, "recipe": "16 bits", **AROUND[option]}
+    for a, b in zip(run(case), run(case, hooked=True), strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            same_bits(a, b)
+    module, extra = module_of(case), {}
+    if case["bias"] == "post_scale_bias":
+        extra["core_attention_bias"] = numbers(3, 1, 4, S, S)
+    x = numbers(1, *{"thd": (40, 64), "sbhd": (S, B, 64), "bshd": (B, S, 64)}[case["layout"]]).requires_grad_()
+    with te.autocast(enabled=case["recipe"] != "16 bits", recipe=RECIPES[case["recipe"]]):
+        out = module(x, **arguments_of(case), **extra)
+    moved = 4 if case["layout"] == "thd" else 0  # q, k, v and the result of packed sequences
+    assert nodes(out).count("_PairBackward") == 2 + moved
+
+
+@pytest.mark.parametrize("trained", ["self_attention", "layernorm_mlp", "self_attention.proj", "input"])
+def test_parallel_halves_of_which_a_part_is_trained(trained: str, same_bits) -> None:
+    """In fp32; gradients of all others are none, and no graph leads into attention that nobody asks for."""
+    case = {**PLAIN, "layer": "layer", "parallel": True, "dtype": torch.float32, "dropout": 0.0}
+    found = []
+    for hooked in (False, True):
+        module, x = module_of(case), numbers(1, S, B, 64).requires_grad_(trained == "input")
+        for name, p in module.named_parameters():
+            p.requires_grad_(name.startswith(trained))
+        for one in module.modules() if hooked else ():
+            one.register_forward_hook(lambda *_: None)
+        with te.autocast(recipe=RECIPES["delayed"]):
+            out = module(x)
+        assert ("PermuteBackward0" in nodes(out)) == (trained in ("self_attention", "input"))
+        out.backward(numbers(4, S, B, 64))
+        found.append([out.detach(), x.grad, *(p.grad for p in module.parameters())])
+    for a, b in zip(*found, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            same_bits(a, b)
 
 
 @pytest.mark.parametrize("parallel", [False, True])
@@ -271,11 +323,11 @@ def test_around_cudnns_attention_is_the_block(
     """With grouped heads, or recomputed; PyTorch's own attention stands in for cuDNN's."""
 
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, core: CorePlan) -> torch.Tensor:
-        return attention_of_torch.torch_attention(q.float(), k.float(), v.float(), core, None).to(q.dtype)
+        return torch_attention.torch_attention(q.float(), k.float(), v.float(), core, None).to(q.dtype)
 
     monkeypatch.setattr(dot_product_attention, "cudnn_attention", attention)
     monkeypatch.setattr(attention_options, "check_cudnn", lambda *_: None)
-    case = {**PLAIN, "kind": "layer", "groups": groups, "recomputes": recomputes, "parallel": parallel, "depth": 0.3}
+    case = {**PLAIN, "layer": "layer", "groups": groups, "recomputes": recomputes, "parallel": parallel, "depth": 0.3}
     found = [run(case | {"backend": "cudnn"}, hooked) for hooked in (False, True)]
     for a, b in zip(*found, strict=True):
         assert (a is None) == (b is None)

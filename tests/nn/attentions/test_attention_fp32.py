@@ -44,12 +44,12 @@ def close(got: torch.Tensor, want: torch.Tensor) -> bool:
 @pytest.mark.parametrize("core", [False, True])
 def test_masks_and_groups(case: str, groups: int, core: bool) -> None:
     keys, mask, hidden = MASKS[case]
-    kind = "causal,padding" if case == "causal,padding" else case.partition(", ")[0]
+    attn_mask_type = "causal,padding" if case == "causal,padding" else case.partition(", ")[0]
     layer = te.DotProductAttention(4, 16, num_gqa_groups=groups, attention_type="cross" if keys != 20 else "self")
     sizes = ((20, 4), (keys, groups), (keys, groups))
     q, k, v = (numbers(i, s, 2, h, 16).requires_grad_() for i, (s, h) in enumerate(sizes))
     g = numbers(4, 20, 2, 64)
-    out = layer(q, k, v, mask, attn_mask_type=kind, checkpoint_core_attention=core)
+    out = layer(q, k, v, mask, attn_mask_type=attn_mask_type, checkpoint_core_attention=core)
     out.backward(g)
     wide = [t.detach().double().requires_grad_() for t in (q, k, v)]
     expected = exact_with_blind_rows(*wide, hidden)
@@ -204,16 +204,16 @@ def test_a_compiled_dropout_drops() -> None:
 
 
 @pytest.mark.parametrize("keys", [0, 5])
-@pytest.mark.parametrize("kind", ["no_mask", "causal", "causal_bottom_right", "padding", "arbitrary"])
-def test_no_keys_and_no_queries(kind: str, keys: int) -> None:
+@pytest.mark.parametrize("attn_mask_type", ["no_mask", "causal", "causal_bottom_right", "padding", "arbitrary"])
+def test_no_keys_and_no_queries(attn_mask_type: str, keys: int) -> None:
     """As `twin::attention`: zeros, and gradients of zeros."""
     for dtype in (torch.float32, torch.bfloat16):
         queries = 3 if keys == 0 else 0
         q = torch.ones(queries, 2, 2, 16, dtype=dtype, requires_grad=True)
         k, v = (torch.ones(keys, 2, 2, 16, dtype=dtype, requires_grad=True) for _ in range(2))
         pair = torch.zeros(2, 1, 1, queries, dtype=torch.bool), torch.zeros(2, 1, 1, keys, dtype=torch.bool)
-        mask = torch.zeros(2, 2, queries, keys, dtype=torch.bool) if kind == "arbitrary" else pair
-        out = te.DotProductAttention(2, 16, attention_type="cross")(q, k, v, mask, attn_mask_type=kind)
+        mask = torch.zeros(2, 2, queries, keys, dtype=torch.bool) if attn_mask_type == "arbitrary" else pair
+        out = te.DotProductAttention(2, 16, attention_type="cross")(q, k, v, mask, attn_mask_type=attn_mask_type)
         assert out.shape == (queries, 2, 32)
         assert not out.any()
         out.sum().backward()
@@ -228,12 +228,12 @@ def test_masks_on_a_gpu(case: str) -> None:
     import optimized
 
     keys, mask, hidden = MASKS[case]
-    kind = "causal,padding" if case == "causal,padding" else case.partition(", ")[0]
+    attn_mask_type = "causal,padding" if case == "causal,padding" else case.partition(", ")[0]
     layer = optimized.DotProductAttention(4, 16, num_gqa_groups=2)
     sizes = ((20, 4), (keys, 2), (keys, 2))
     q, k, v = (numbers(i, s, 2, h, 16).cuda().requires_grad_() for i, (s, h) in enumerate(sizes))
     given = tuple(m.cuda() for m in mask) if isinstance(mask, tuple) else None if mask is None else mask.cuda()
-    out = layer(q, k, v, given, attn_mask_type=kind)
+    out = layer(q, k, v, given, attn_mask_type=attn_mask_type)
     out.backward(numbers(4, 20, 2, 64).cuda())
     wide = [t.detach().cpu().double().requires_grad_() for t in (q, k, v)]
     expected = exact_with_blind_rows(*wide, hidden)

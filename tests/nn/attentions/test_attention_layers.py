@@ -12,7 +12,7 @@ RECIPE = te.DelayedScaling(amax_history_len=4)
 
 
 @pytest.mark.parametrize(
-    ("kind", "mask", "hidden"),
+    ("attn_mask_type", "mask", "hidden"),
     [
         ("no_mask", None, None),
         ("causal", None, CAUSAL),
@@ -23,11 +23,11 @@ RECIPE = te.DelayedScaling(amax_history_len=4)
     ],
 )
 @pytest.mark.parametrize("groups", [4, 2, 1])
-def test_masks_and_groups(kind: str, mask: Any, hidden: torch.Tensor | None, groups: int) -> None:
+def test_masks_and_groups(attn_mask_type: str, mask: Any, hidden: torch.Tensor | None, groups: int) -> None:
     layer = te.DotProductAttention(4, 16, num_gqa_groups=groups)
     q, k, v = (numbers(i, 20, 2, h, 16).bfloat16().requires_grad_() for i, h in ((1, 4), (2, groups), (3, groups)))
     g = numbers(4, 20, 2, 64).bfloat16()
-    out = layer(q, k, v, mask, attn_mask_type=kind)
+    out = layer(q, k, v, mask, attn_mask_type=attn_mask_type)
     out.backward(g)
     wide = [t.detach().double().requires_grad_() for t in (q, k, v)]
     expected = exact(*wide, hidden, 0.25)
@@ -158,8 +158,8 @@ def test_generator_follows_device_and_copy() -> None:
     assert list(layer.state_dict()) == ["_extra_state"]
 
 
-def with_cudnn(kind: str, lengths: tuple[int, int], dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    layer = te.DotProductAttention(2, 16, attn_mask_type=kind, attention_backend="cudnn")
+def with_cudnn(attn_mask_type: str, lengths: tuple[int, int], dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    layer = te.DotProductAttention(2, 16, attn_mask_type=attn_mask_type, attention_backend="cudnn")
     q, k, v = (torch.ones(s, 1, 2, 16, dtype=dtype) for s in (lengths[0], lengths[1], lengths[1]))
     return layer(q, k, v)
 
@@ -175,9 +175,9 @@ def test_cudnn_is_said_once_to_be_outside_the_contract(caplog, monkeypatch) -> N
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["no_mask", "causal"])
+@pytest.mark.parametrize("attn_mask_type", ["no_mask", "causal"])
 @pytest.mark.parametrize("groups", [4, 2])
-def test_cudnn_computes_the_same_attention(kind: str, groups: int) -> None:
+def test_cudnn_computes_the_same_attention(attn_mask_type: str, groups: int) -> None:
     import optimized
 
     sizes = ((1, 4), (2, groups), (3, groups))
@@ -185,7 +185,7 @@ def test_cudnn_computes_the_same_attention(kind: str, groups: int) -> None:
     g = numbers(4, 128, 2, 256).bfloat16().cuda()
     found = []
     for backend in ("exact", "cudnn"):
-        layer = optimized.DotProductAttention(4, 64, groups, attn_mask_type=kind, attention_backend=backend)
+        layer = optimized.DotProductAttention(4, 64, groups, attn_mask_type=attn_mask_type, attention_backend=backend)
         q.grad = k.grad = v.grad = None
         out = layer(q, k, v)
         out.backward(g)

@@ -12,8 +12,8 @@ from shared.bits import assert_same_bits
 import reference as te
 
 BF16 = torch.bfloat16
-KINDS = ("padding", "padding_causal", "padding_causal_bottom_right")
-ALONE = dict(zip(KINDS, ("no_mask", "causal", "causal_bottom_right"), strict=True))
+MASK_TYPES = ("padding", "padding_causal", "padding_causal_bottom_right")
+ALONE = dict(zip(MASK_TYPES, ("no_mask", "causal", "causal_bottom_right"), strict=True))
 
 
 def numbers(seed: int, *shape: int) -> torch.Tensor:
@@ -24,9 +24,11 @@ def ends(lengths: list[int]) -> torch.Tensor:
     return torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
 
 
-def alone(kind: str, window: Any, groups: int, sequences: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
+def alone(
+    attn_mask_type: str, window: Any, groups: int, sequences: list[list[torch.Tensor]]
+) -> list[list[torch.Tensor]]:
     """out, dq, dk, dv `[s, ..]` of each sequence by itself."""
-    layer, found = te.DotProductAttention(4, 16, groups, attn_mask_type=ALONE[kind], window_size=window), []
+    layer, found = te.DotProductAttention(4, 16, groups, attn_mask_type=ALONE[attn_mask_type], window_size=window), []
     for q, k, v, g in sequences:
         q, k, v = (t[:, None].clone().requires_grad_() for t in (q, k, v))
         out = layer(q, k, v)
@@ -57,13 +59,13 @@ QUERIES, KEYS = [140, 1, 0, 130, 37], [150, 260, 3, 129, 37]
 
 @pytest.mark.sample(5)
 @pytest.mark.parametrize("window", [None, (40, 0), (50, 20)])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("attn_mask_type", MASK_TYPES)
 @pytest.mark.parametrize("gaps", [False, True])
 @pytest.mark.parametrize("groups", [4, 2])
-def test_packed_sequences_are_sequences_alone(kind: str, window: Any, gaps: bool, groups: int) -> None:
+def test_packed_sequences_are_sequences_alone(attn_mask_type: str, window: Any, gaps: bool, groups: int) -> None:
     """In every bit, with NaN between them; tokens of no sequence give +0."""
     sequences = sequences_of(QUERIES, KEYS, groups, BF16 if gaps else torch.float16)
-    expected = alone(kind, window, groups, [one for one in sequences if len(one[0])])
+    expected = alone(attn_mask_type, window, groups, [one for one in sequences if len(one[0])])
     cu_q, cu_kv = ends(QUERIES), ends(KEYS)
     pads = [5, 0, 2, 7, 3] if gaps else [0] * 5
     padded_q, padded_kv = (ends([n + pad for n, pad in zip(some, pads, strict=True)]) for some in (QUERIES, KEYS))
@@ -75,7 +77,7 @@ def test_packed_sequences_are_sequences_alone(kind: str, window: Any, gaps: bool
     q, k, v, g = (
         placed([one[m] for one in sequences], starts[m], totals[m], float("nan")).requires_grad_() for m in range(4)
     )
-    layer = te.DotProductAttention(4, 16, groups, qkv_format="thd", attn_mask_type=kind, window_size=window)
+    layer = te.DotProductAttention(4, 16, groups, qkv_format="thd", attn_mask_type=attn_mask_type, window_size=window)
     out = layer(q, k, v, **more)
     assert out.shape == (totals[0], 64)
     out.backward(g.detach().flatten(1))
@@ -92,15 +94,15 @@ def test_packed_sequences_are_sequences_alone(kind: str, window: Any, gaps: bool
     assert_same_bits(layer(q, k, v, **more), out, "the longest lengths are found")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("attn_mask_type", MASK_TYPES)
 @pytest.mark.parametrize("layout", ["sbhd", "bshd"])
-def test_padded_sequences_are_sequences_alone(kind: str, layout: str) -> None:
+def test_padded_sequences_are_sequences_alone(attn_mask_type: str, layout: str) -> None:
     sequences = sequences_of(QUERIES, KEYS, 2, BF16)
-    expected = alone(kind, (60, 0), 2, [one for one in sequences if len(one[0])])
+    expected = alone(attn_mask_type, (60, 0), 2, [one for one in sequences if len(one[0])])
     longest = (150, 264, 264, 150)
     batch = [torch.stack([placed([one[m]], [0], longest[m], 0.5) for one in sequences], 1) for m in range(4)]
     q, k, v, g = ((t if layout == "sbhd" else t.transpose(0, 1)).detach().requires_grad_() for t in batch)
-    layer = te.DotProductAttention(4, 16, 2, qkv_format=layout, attn_mask_type=kind, window_size=(60, 0))
+    layer = te.DotProductAttention(4, 16, 2, qkv_format=layout, attn_mask_type=attn_mask_type, window_size=(60, 0))
     more = {"cu_seqlens_q": ends(QUERIES), "cu_seqlens_kv": ends(KEYS), "max_seqlen_q": 150}
     out = layer(q, k, v, **more)
     out.backward(g.detach().flatten(2))
@@ -215,9 +217,9 @@ def test_refusals(call: Callable[..., None], more: dict[str, Any], sentence: str
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("attn_mask_type", MASK_TYPES)
 @pytest.mark.parametrize("layout", ["thd", "bshd"])
-def test_on_a_gpu_the_bits_are_the_same(kind: str, layout: str) -> None:
+def test_on_a_gpu_the_bits_are_the_same(attn_mask_type: str, layout: str) -> None:
     import optimized
 
     sequences = sequences_of(QUERIES, KEYS, 2, BF16)
@@ -228,7 +230,7 @@ def test_on_a_gpu_the_bits_are_the_same(kind: str, layout: str) -> None:
         batch = [torch.stack([placed([one[m]], [0], longest[m], 0.5) for one in sequences]) for m in range(4)]
     results = []
     for library, device in ((te, "cpu"), (optimized, "cuda")):
-        layer = library.DotProductAttention(4, 16, 2, qkv_format=layout, attn_mask_type=kind, device=device)
+        layer = library.DotProductAttention(4, 16, 2, qkv_format=layout, attn_mask_type=attn_mask_type, device=device)
         q, k, v = (t.to(device, copy=True).requires_grad_() for t in batch[:3])
         more = {"cu_seqlens_q": ends(QUERIES).to(device), "cu_seqlens_kv": ends(KEYS).to(device)}
         with torch.cuda.device(0):

@@ -10,7 +10,7 @@ from shared.dry_gpu import DryGpu
 
 import optimized
 import reference as te
-from optimized.tapes import calls
+from optimized.tapes import call_groups
 from reference.nn.transformer import halves
 
 BF16 = torch.bfloat16
@@ -44,7 +44,7 @@ def test_a_step_of_one_token_is_replayed(
             with te.autocast(enabled=mode != "bf16"):
                 layer(x, rotary_pos_emb=angles, inference_params=cache)
             noted.append([line for line in gpu.lines if LAUNCH.match(line)])
-        groups = list(calls._groups.values())
+        groups = list(call_groups._groups.values())
     # The prompt copies its keys in another way and runs; 127 and 128 tokens read one block of keys, 129 and more two.
     repeated = [all(line.startswith("again ") for line in lines) for lines in noted]
     assert repeated == [False] * 5 + [True] * 3

@@ -14,10 +14,16 @@ TYPES = ("L2Normalization", "RMSNorm", "LayerNorm")
 BF16 = torch.bfloat16
 
 
-def attention(kind: str, before: bool, **arguments: Any) -> te.MultiheadAttention:
+def attention(qk_norm_type: str, before: bool, **arguments: Any) -> te.MultiheadAttention:
     torch.manual_seed(1)
     layer = te.MultiheadAttention(
-        64, 4, attention_dropout=0.0, params_dtype=BF16, qk_norm_type=kind, qk_norm_before_rope=before, **arguments
+        64,
+        4,
+        attention_dropout=0.0,
+        params_dtype=BF16,
+        qk_norm_type=qk_norm_type,
+        qk_norm_before_rope=before,
+        **arguments,
     )
     with torch.no_grad():
         for i, p in enumerate(layer.parameters()):
@@ -58,9 +64,9 @@ def exact(layer: te.MultiheadAttention, p: dict[str, torch.Tensor], x: torch.Ten
 
 
 @pytest.mark.parametrize("before", [False, True], ids=["after", "before"])
-@pytest.mark.parametrize("kind", TYPES)
-def test_against_float64(kind: str, before: bool) -> None:
-    layer = attention(kind, before, num_gqa_groups=2)
+@pytest.mark.parametrize("qk_norm_type", TYPES)
+def test_against_float64(qk_norm_type: str, before: bool) -> None:
+    layer = attention(qk_norm_type, before, num_gqa_groups=2)
     x, g = (numbers(i, 24, 2, 64).bfloat16().requires_grad_() for i in (1, 2))
     angles = numbers(3, 24, 1, 1, 16)
     y = layer(x, rotary_pos_emb=angles)
@@ -76,17 +82,24 @@ def test_against_float64(kind: str, before: bool) -> None:
         if p[name].grad.norm() > 1e-9:  # nothing where it shifts all keys alike, which softmax does not see
             assert (value.grad.double() - p[name].grad).norm() / p[name].grad.norm() < 0.04, name
     layer.qk_norm_before_rope = not before
-    if kind != "L2Normalization":  # a rotation leaves the length as it is
+    if qk_norm_type != "L2Normalization":  # a rotation leaves the length as it is
         assert (layer(x, rotary_pos_emb=angles).double() - expected).norm() / expected.norm() > 0.05
 
 
 @pytest.mark.sample(6)
 @pytest.mark.parametrize("qkv_format", ["sbhd", "bshd"])
 @pytest.mark.parametrize("attention_type", ["self", "cross"])
-@pytest.mark.parametrize("kind", TYPES)
-def test_it_is_the_modules_one_after_the_other(kind: str, attention_type: str, qkv_format: str, same_bits) -> None:
+@pytest.mark.parametrize("qk_norm_type", TYPES)
+def test_it_is_the_modules_one_after_the_other(
+    qk_norm_type: str, attention_type: str, qkv_format: str, same_bits
+) -> None:
     layer = attention(
-        kind, False, attention_type=attention_type, qkv_format=qkv_format, fuse_qkv_params=True, num_gqa_groups=2
+        qk_norm_type,
+        False,
+        attention_type=attention_type,
+        qkv_format=qkv_format,
+        fuse_qkv_params=True,
+        num_gqa_groups=2,
     )
     x, source = (numbers(i, 24, 24, 64).bfloat16() for i in (1, 2))
     angles = numbers(3, 24, 1, 1, 16)
@@ -125,8 +138,8 @@ def test_l2_normalization(size: int, dtype: torch.dtype, same_bits) -> None:
 
 
 def test_names_in_a_checkpoint_are_transformer_engines() -> None:
-    for kind, names in (("L2Normalization", []), ("RMSNorm", ["weight"]), ("LayerNorm", ["weight", "bias"])):
-        layer = layer_of(qk_norm_type=kind, layer_type="decoder")
+    for qk_norm_type, names in (("L2Normalization", []), ("RMSNorm", ["weight"]), ("LayerNorm", ["weight", "bias"])):
+        layer = layer_of(qk_norm_type=qk_norm_type, layer_type="decoder")
         for part in ("self_attention", "inter_attention"):
             found = [n for n in layer.state_dict() if f"{part}.q_norm." in n or f"{part}.k_norm." in n]
             assert sorted(found) == sorted(f"{part}.{norm}.{n}" for norm in ("q_norm", "k_norm") for n in names)
@@ -150,12 +163,12 @@ def test_a_norm_without_parameters_follows_the_module() -> None:
     assert other.q_norm(torch.ones(2, 16)).shape == (2, 16)
 
 
-@pytest.mark.parametrize("kind", TYPES)
-def test_training_in_fp8_and_in_a_checkpoint(kind: str, same_bits) -> None:
+@pytest.mark.parametrize("qk_norm_type", TYPES)
+def test_training_in_fp8_and_in_a_checkpoint(qk_norm_type: str, same_bits) -> None:
     """Microbatches with cached weights, recomputation and FP8: a checkpoint changes no bit, and a step learns."""
     found = []
     for recomputed in (False, True):
-        layer = layer_of(qk_norm_type=kind, attention_dropout=0.1, hidden_dropout=0.1)
+        layer = layer_of(qk_norm_type=qk_norm_type, attention_dropout=0.1, hidden_dropout=0.1)
         for step in range(2):
             torch.manual_seed(step)
             layer.zero_grad()

@@ -1,6 +1,6 @@
 """A plan is all that a pair's launches depend on besides tensors: whatever public attribute changes between two calls.
 
-Every forward and backward of a layer passes by a player that remembers what came out of which plan, inputs and state,
+Every forward and backward of a layer passes by a runner that remembers what came out of which plan, inputs and state,
 and fails where the same come with other results. That is what a tape (optimized/tapes) would have played.
 """
 
@@ -17,7 +17,7 @@ import reference as te
 from reference.nn.core import autograd
 
 
-class Remembering(autograd.Plain):
+class Remembering(autograd.Runner):
     """Runs pairs, and compares what comes out with what came out of the same before."""
 
     def __init__(self) -> None:
@@ -56,8 +56,8 @@ def _words(t: Any) -> Any:
 
 
 @pytest.fixture
-def player() -> Iterator[Remembering]:
-    before = autograd.player
+def runner() -> Iterator[Remembering]:
+    before = autograd.runner
     made = Remembering()
     autograd.register(made)
     yield made
@@ -68,8 +68,8 @@ def player() -> Iterator[Remembering]:
 @settings(max_examples=10, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @pytest.mark.parametrize("name", LAYERS)
 @given(data=st.data())
-def test_equal_plans_have_equal_results(name: str, player: Remembering, data: st.DataObject) -> None:
-    player.seen.clear()
+def test_equal_plans_have_equal_results(name: str, runner: Remembering, data: st.DataObject) -> None:
+    runner.seen.clear()
     torch.manual_seed(1)
     layer = LAYERS[name](te)
     recipe = data.draw(st.sampled_from([None, *RECIPES]))
@@ -87,13 +87,13 @@ def test_equal_plans_have_equal_results(name: str, player: Remembering, data: st
             except Exception:  # a value that the layer refuses, now or later, or that does not fit its tensors
                 while changed:
                     setattr(*changed.pop())
-    player.repeated = 0
+    runner.repeated = 0
     step(layer, recipe, 3)
     step(layer, recipe, 3)
-    assert player.repeated > 0, "equal steps are the same to it"
+    assert runner.repeated > 0, "equal steps are the same to it"
 
 
-def test_it_would_notice_an_attribute_that_no_plan_has(player: Remembering, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_would_notice_an_attribute_that_no_plan_has(runner: Remembering, monkeypatch: pytest.MonkeyPatch) -> None:
     """A norm whose plan always says the same eps."""
     from reference.nn.layers import layernorm
 

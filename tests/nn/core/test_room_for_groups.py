@@ -55,7 +55,7 @@ import torch
 from shared.dry_gpu import DryGpu
 import optimized, reference as te
 from shared import parallel_toys as toys
-from optimized.tapes import calls
+from optimized.tapes import call_groups
 
 BF16 = torch.bfloat16
 toys.DRY = True
@@ -73,7 +73,7 @@ with DryGpu() as gpu:
         y.backward(torch.empty_like(y))
         layer.zero_grad(set_to_none=True)
         x.grad = y = None
-        groups = list(calls._groups.values())
+        groups = list(call_groups._groups.values())
         steps.append([gpu.lines.copy(), len(toys.CALLS), [group.usable for group in groups]])
     collected = [sorted(one.kernel for one in kernels) for kernels in gpu.collected]
 print(json.dumps([steps, collected]))

@@ -278,7 +278,7 @@ def test_nan_and_inf_reach_the_output() -> None:
     [
         (lambda: te.Linear(0, 16), ValueError, "in_features=0; an int from 1"),
         (lambda: te.Linear(16, 16, params_dtype=torch.int8), TypeError, "params_dtype=torch.int8; float32"),
-        (lambda: te.Linear(16, 16, tp_size=2), NotImplementedError, "tp_size=2 is not offered; 1 is accepted"),
+        (lambda: te.Linear(16, 16, tp_size=0), ValueError, "tp_size=0; an int from 1"),
         (lambda: te.Linear(16, 16, ub_overlap_ag=True), NotImplementedError, "ub_overlap_ag=True is not offered"),
         (lambda: te.Linear(16, 16, delay_wgrad_compute=1), TypeError, "delay_wgrad_compute=1; True and False are"),
         (

@@ -274,6 +274,22 @@ def test_dropout_state() -> None:
         assert_same_bits(first[name], replay[name], name)
 
 
+def test_some_heads_have_the_masks_of_their_place() -> None:
+    """Numbers after a state's seed and offset say which heads of each entry are here."""
+    q, k, v, grad = (torch.randn(3, 6, 20, 16).to(torch.bfloat16) for _ in range(4))
+    state = torch.tensor([3, 1])
+    how = (0.25, "causal", -1, -1, None, 0.4)
+    out, m, inv = torch.ops.twin.attention(q, k, v, *how, state.clone())
+    grads = torch.ops.twin.attention_backward(grad, q, k, v, out, m, inv, *how, state)
+    for heads in (slice(0, 2), slice(2, 4), slice(4, 6)):
+        placed = torch.tensor([3, 1, 2, 6, heads.start])
+        some = [x[:, heads].contiguous() for x in (grad, q, k, v, out, m, inv)]
+        assert_same_bits(torch.ops.twin.attention(*some[1:4], *how, placed.clone())[0], some[4], f"{heads}")
+        found = torch.ops.twin.attention_backward(*some, *how, placed)
+        for one, whole in zip(found, grads, strict=True):
+            assert_same_bits(one, whole[:, heads], f"{heads}, backward")
+
+
 def test_dropout_of_everything() -> None:
     case = Case(sq=20, skv=20, dropout=1.0)
     found = run(case, inputs(case))

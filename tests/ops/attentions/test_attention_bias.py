@@ -137,19 +137,25 @@ def numbers(seed: int, *shape: int) -> torch.Tensor:
     return torch.from_numpy(np.random.default_rng(seed).normal(size=shape).astype(np.float32))
 
 
-@pytest.mark.parametrize("kind", ["no_mask", "causal", "padding"])
+@pytest.mark.parametrize("attn_mask_type", ["no_mask", "causal", "padding"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_layer_against_pytorch(dtype: torch.dtype, kind: str) -> None:
+def test_a_layer_against_pytorch(dtype: torch.dtype, attn_mask_type: str) -> None:
     """Output and all gradients, of a bias that batches share; fp32 is PyTorch's own attention with the same bias."""
     q, k, v, g = (numbers(i, 20, 2, 4, 16).to(dtype).requires_grad_() for i in range(4))
     bias = numbers(5, 1, 4, 20, 20).to(dtype).requires_grad_()
-    padding = (torch.arange(20) >= torch.tensor([[20], [13]])).view(2, 1, 1, 20) if kind == "padding" else None
-    layer = te.DotProductAttention(4, 16, attn_mask_type=kind)
+    padding = (
+        (torch.arange(20) >= torch.tensor([[20], [13]])).view(2, 1, 1, 20) if attn_mask_type == "padding" else None
+    )
+    layer = te.DotProductAttention(4, 16, attn_mask_type=attn_mask_type)
     out = layer(q, k, v, padding, core_attention_bias_type="post_scale_bias", core_attention_bias=bias)
     out.backward(g.detach().flatten(2))
     wide = [t.detach().double().requires_grad_() for t in (q, k, v, bias)]
     scores = torch.einsum("ibhd,jbhd->bhij", *wide[:2]) * 0.25 + wide[3]
-    hidden = torch.ones(20, 20, dtype=torch.bool).triu(1) if kind == "causal" else torch.zeros(20, 20, dtype=torch.bool)
+    hidden = (
+        torch.ones(20, 20, dtype=torch.bool).triu(1)
+        if attn_mask_type == "causal"
+        else torch.zeros(20, 20, dtype=torch.bool)
+    )
     if padding is not None:
         hidden = hidden | padding | padding.transpose(2, 3)
     weights = torch.nan_to_num(scores.masked_fill(hidden, -torch.inf).softmax(-1))
@@ -163,8 +169,12 @@ def test_a_layer_against_pytorch(dtype: torch.dtype, kind: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_layers_alibi(dtype: torch.dtype) -> None:
     q, k = numbers(1, 20, 2, 4, 16).to(dtype), numbers(2, 30, 2, 4, 16).to(dtype)
-    for kind, mask_type in (("causal", "causal"), ("no_mask", "none"), ("causal_bottom_right", "causal_bottom_right")):
-        layer = te.DotProductAttention(4, 16, attn_mask_type=kind)
+    for attn_mask_type, mask_type in (
+        ("causal", "causal"),
+        ("no_mask", "none"),
+        ("causal_bottom_right", "causal_bottom_right"),
+    ):
+        layer = te.DotProductAttention(4, 16, attn_mask_type=attn_mask_type)
         found = layer(q, k, k, core_attention_bias_type="alibi")
         values = alibi(default_slopes(4), mask_type, 20, 30)
         same = layer(q, k, k, core_attention_bias_type="post_scale_bias", core_attention_bias=values)

@@ -26,11 +26,11 @@ def lengths(sequences: int, longest: int) -> torch.Tensor:
     return torch.arange(0, (sequences + 1) * longest, longest, dtype=torch.int32)
 
 
-def masked(kind: str, how: str, sq: int, skv: int) -> dict[str, Any]:
+def masked(attn_mask_type: str, how: str, sq: int, skv: int) -> dict[str, Any]:
     """A forward's arguments for three sequences."""
-    if kind == "arbitrary":
+    if attn_mask_type == "arbitrary":
         return {"attention_mask": ends(3, 1, sq, skv)}
-    if "padding" not in kind:
+    if "padding" not in attn_mask_type:
         return {}
     if how == "lengths":
         return {"cu_seqlens_q": lengths(3, sq), "cu_seqlens_kv": lengths(3, skv)}
@@ -55,17 +55,17 @@ def same_everywhere(place: str, run: Callable[[], Shapes]) -> None:
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("kind", MASK_TYPES)
-def test_every_way_to_mask(kind: str, place: str) -> None:
+@pytest.mark.parametrize("attn_mask_type", MASK_TYPES)
+def test_every_way_to_mask(attn_mask_type: str, place: str) -> None:
     ways = [(None, "no_bias"), ((4, 0), "no_bias"), (None, "alibi"), (None, "post_scale_bias")]
-    for how, (window, bias) in itertools.product(HOW if "padding" in kind else HOW[:1], ways):
+    for how, (window, bias) in itertools.product(HOW if "padding" in attn_mask_type else HOW[:1], ways):
         plain = window is None and bias == "no_bias"
         for dtype, fp8 in ((BF16, False), (torch.float32, False), (BF16, True))[: 3 if plain else 1]:
 
             def run() -> Shapes:
-                core = te.DotProductAttention(2, 16, attn_mask_type=kind, window_size=window)  # noqa: B023
+                core = te.DotProductAttention(2, 16, attn_mask_type=attn_mask_type, window_size=window)  # noqa: B023
                 given = [torch.zeros(6, 3, 2, 16, dtype=dtype, requires_grad=True) for _ in range(3)]  # noqa: B023
-                more = masked(kind, how, 6, 6) | {"core_attention_bias_type": bias}  # noqa: B023
+                more = masked(attn_mask_type, how, 6, 6) | {"core_attention_bias_type": bias}  # noqa: B023
                 if bias == "post_scale_bias":  # noqa: B023
                     more["core_attention_bias"] = torch.zeros(1, 2, 6, 6, dtype=dtype)  # noqa: B023
                 return shapes_of(core, given, fp8, **more)  # noqa: B023
@@ -84,10 +84,10 @@ def test_layers_with_padding(decoder: bool, how: str, place: str) -> None:
             of_encoder = masked("padding", how, 6, 6)
             more["encoder_output"] = torch.zeros(6, 3, 32, dtype=BF16)
             more["enc_dec_attn_mask"] = of_encoder.get("attention_mask")
-        kinds: dict[str, Any] = {"self_attn_mask_type": "padding"}
+        mask_types: dict[str, Any] = {"self_attn_mask_type": "padding"}
         if decoder:
-            kinds |= {"layer_type": "decoder", "enc_dec_attn_mask_type": "padding"}
-        layer = te.TransformerLayer(32, 64, 2, params_dtype=BF16, **kinds)
+            mask_types |= {"layer_type": "decoder", "enc_dec_attn_mask_type": "padding"}
+        layer = te.TransformerLayer(32, 64, 2, params_dtype=BF16, **mask_types)
         return shapes_of(layer, [torch.zeros(6, 3, 32, dtype=BF16, requires_grad=True)], False, **more)
 
     same_everywhere(place, run)

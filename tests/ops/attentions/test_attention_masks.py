@@ -17,8 +17,8 @@ import reference as te
 
 BF16 = torch.bfloat16
 HEADS, GROUPS, D = 4, 2, 16
-KINDS = ("no_mask", "causal", "causal_bottom_right", "padding", "padding_causal", "padding,causal", "arbitrary")
-KINDS = (*KINDS, "padding_causal_bottom_right")
+MASK_TYPES = ("no_mask", "causal", "causal_bottom_right", "padding", "padding_causal", "padding,causal", "arbitrary")
+MASK_TYPES = (*MASK_TYPES, "padding_causal_bottom_right")
 ANY_WINDOW, CAUSAL_WINDOW = st.sampled_from([None, (3, 2), (0, 4), (2, 0)]), st.sampled_from([None, (3, 0), (0, 0)])
 SLOPES = [2.0 ** (-2 * (h + 1)) for h in range(HEADS)]  # ALiBi's, of four heads
 
@@ -26,7 +26,7 @@ SLOPES = [2.0 ** (-2 * (h + 1)) for h in range(HEADS)]  # ALiBi's, of four heads
 class Case(NamedTuple):
     """One call: sizes of the tensors, lengths of the sequences, and what is asked for."""
 
-    kind: str
+    attn_mask_type: str
     window: Any
     bias: str
     sizes: tuple[int, int]
@@ -39,9 +39,9 @@ class Case(NamedTuple):
 
 @st.composite
 def cases(draw: Any) -> Case:
-    kind = draw(st.sampled_from(KINDS))
-    padded = "padding" in kind
-    window = draw(CAUSAL_WINDOW if "causal" in kind else ANY_WINDOW)
+    attn_mask_type = draw(st.sampled_from(MASK_TYPES))
+    padded = "padding" in attn_mask_type
+    window = draw(CAUSAL_WINDOW if "causal" in attn_mask_type else ANY_WINDOW)
     sizes = (draw(st.integers(1, 9)), draw(st.integers(1, 12)))
     batch = draw(st.integers(1, 3))
     lengths = tuple((draw(st.integers(0, sizes[0])), draw(st.integers(0, sizes[1]))) for _ in range(batch))
@@ -54,7 +54,15 @@ def cases(draw: Any) -> Case:
     bias = draw(st.sampled_from(["no_bias", "no_bias", "post_scale_bias", "alibi"]))
     dtype = draw(st.sampled_from([BF16, torch.float32]))
     return Case(
-        kind, window, bias, sizes, lengths if padded else (sizes,) * batch, layout, said, dtype, draw(st.booleans())
+        attn_mask_type,
+        window,
+        bias,
+        sizes,
+        lengths if padded else (sizes,) * batch,
+        layout,
+        said,
+        dtype,
+        draw(st.booleans()),
     )
 
 
@@ -65,14 +73,14 @@ def numbers(seed: int, *shape: int) -> torch.Tensor:
 def seen(case: Case, lq: int, lk: int, hidden: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Which of `[lq, lk]` pairs attend, and how far each is from the diagonal."""
     i, j = torch.arange(lq)[:, None], torch.arange(lk)[None]
-    top_left = case.kind in ("causal", "padding_causal", "padding,causal")
+    top_left = case.attn_mask_type in ("causal", "padding_causal", "padding,causal")
     offset = j - i - (0 if top_left else lk - lq)
     sees = torch.ones(lq, lk, dtype=torch.bool) if hidden is None else ~hidden
-    if "causal" in case.kind:
+    if "causal" in case.attn_mask_type:
         sees = sees & (offset <= 0)
     if case.window is not None:
         left, right = case.window
-        sees = sees & (offset >= -left) & ((offset <= right) | ("causal" in case.kind))
+        sees = sees & (offset >= -left) & ((offset <= right) | ("causal" in case.attn_mask_type))
     return sees, offset
 
 
@@ -83,7 +91,7 @@ def written_out(
     q, k, v = (t.double().requires_grad_() for t in tensors[:3])
     outs = []
     for n, (lq, lk) in enumerate(case.lengths):
-        own = hidden[n, 0] if case.kind == "arbitrary" else None
+        own = hidden[n, 0] if case.attn_mask_type == "arbitrary" else None
         sees, offset = seen(case, lq, lk, own)
         out = torch.zeros(case.sizes[0], HEADS, D, dtype=torch.float64)
         for h in range(HEADS):
@@ -115,10 +123,10 @@ def padding(lengths: list[int], size: int) -> torch.Tensor:
 def computed(case: Case, tensors: list[torch.Tensor], bias: torch.Tensor, hidden: torch.Tensor) -> list[torch.Tensor]:
     """The same by the layer."""
     of_q, of_kv = [q for q, _ in case.lengths], [kv for _, kv in case.lengths]
-    layer = te.DotProductAttention(HEADS, D, GROUPS, qkv_format=case.layout, attn_mask_type=case.kind)
+    layer = te.DotProductAttention(HEADS, D, GROUPS, qkv_format=case.layout, attn_mask_type=case.attn_mask_type)
     more: dict[str, Any] = {"window_size": case.window, "checkpoint_core_attention": case.again}
     masks = (padding(of_q, case.sizes[0]), padding(of_kv, case.sizes[1]))
-    if case.kind == "arbitrary":
+    if case.attn_mask_type == "arbitrary":
         more["attention_mask"] = hidden
     elif case.said in ("one mask", "mask", "both"):
         more["attention_mask"] = masks[0] if case.said == "one mask" else masks
@@ -242,9 +250,9 @@ def test_a_mask_with_holes_has_no_length() -> None:
         with pytest.raises(ValueError, match=r"DotProductAttention: attention_mask of the keys hides elements before"):
             layer(q, k, k, (plain, holes), **more)
     i, j = torch.arange(4)[:, None], torch.arange(8)[None]
-    for kind, hidden in (("padding", holes.expand(1, 1, 4, 8)), ("padding_causal", holes | (j > i))):
+    for attn_mask_type, hidden in (("padding", holes.expand(1, 1, 4, 8)), ("padding_causal", holes | (j > i))):
         want = layer(q, k, k, hidden, attn_mask_type="arbitrary")
-        assert_same_bits(layer(q, k, k, (plain, holes), attn_mask_type=kind), want, kind)
+        assert_same_bits(layer(q, k, k, (plain, holes), attn_mask_type=attn_mask_type), want, attn_mask_type)
     i = torch.arange(8)[:, None]
     want = layer(k, k, k, holes | holes.transpose(2, 3) | (j > i), attn_mask_type="arbitrary")
     for mask in (holes, (holes, holes)):
@@ -259,10 +267,10 @@ def test_a_mask_of_one_entry_is_every_entrys() -> None:
     assert_same_bits(layer(q, k, k, masks), want)
 
 
-@pytest.mark.parametrize("kind", ["no_mask", "causal", "causal_bottom_right", "arbitrary"])
-def test_what_a_mask_type_does_not_read_is_checked_all_the_same(kind: str) -> None:
+@pytest.mark.parametrize("attn_mask_type", ["no_mask", "causal", "causal_bottom_right", "arbitrary"])
+def test_what_a_mask_type_does_not_read_is_checked_all_the_same(attn_mask_type: str) -> None:
     q, cu = numbers(1, 4, 2, 2, 16).to(BF16), ends([2, 3])
-    layer = te.DotProductAttention(2, 16, attn_mask_type=kind)
+    layer = te.DotProductAttention(2, 16, attn_mask_type=attn_mask_type)
     mask = torch.zeros(2, 1, 4, 4, dtype=torch.bool)
     given = {"cu_seqlens_q": cu, "cu_seqlens_kv": cu, "max_seqlen_q": 4, "max_seqlen_kv": 4}
     given |= {"cu_seqlens_q_padded": cu, "cu_seqlens_kv_padded": cu}
@@ -294,13 +302,13 @@ def test_an_encoder_has_one_length() -> None:
             layer(x, cu_seqlens_q=cu, **more)
 
 
-@pytest.mark.parametrize("kind", ["causal", "padding_causal_bottom_right", "no_mask"])
+@pytest.mark.parametrize("attn_mask_type", ["causal", "padding_causal_bottom_right", "no_mask"])
 @pytest.mark.parametrize("window", [None, (2, 0)])
-def test_a_cache_aligns_each_sequence_at_its_own_end(kind: str, window: Any) -> None:
+def test_a_cache_aligns_each_sequence_at_its_own_end(attn_mask_type: str, window: Any) -> None:
     """Three sequences with 3, 2 and 1 tokens in the cache get 1, 2 and 3 more."""
     before, after = (3, 2, 1), (1, 2, 3)
     qkv = [numbers(n, 3, 4, 2, D).to(BF16) for n in range(3)]  # [b, 4 tokens, h, d]
-    layer = te.DotProductAttention(2, D, qkv_format="bshd", attn_mask_type=kind, window_size=window).eval()
+    layer = te.DotProductAttention(2, D, qkv_format="bshd", attn_mask_type=attn_mask_type, window_size=window).eval()
     cache = te.InferenceParams(3, 8, 2, D, BF16)
     with torch.no_grad():
         cache.pre_step(dict(enumerate(before)))
@@ -312,7 +320,7 @@ def test_a_cache_aligns_each_sequence_at_its_own_end(kind: str, window: Any) -> 
     for b, (start, count) in enumerate(zip(before, after, strict=True)):
         q, k, v = (t[b].double() for t in qkv)
         i, j = torch.arange(start, 4)[:, None], torch.arange(4)[None]
-        sees = (j <= i) if kind != "no_mask" else torch.ones(count, 4, dtype=torch.bool)
+        sees = (j <= i) if attn_mask_type != "no_mask" else torch.ones(count, 4, dtype=torch.bool)
         if window is not None:
             sees = sees & (j >= i - 2) & (j <= i)
         for h in range(2):

@@ -94,13 +94,13 @@ def numbers(seed: int, *shape: int) -> torch.Tensor:
     return torch.from_numpy(np.random.default_rng(seed).normal(size=shape).astype(np.float32))
 
 
-@pytest.mark.parametrize("kind", ["off-by-one", "learnable"])
-def test_a_layer_against_float64(kind: str) -> None:
-    layer = te.DotProductAttention(4, 16, attn_mask_type="no_mask", softmax_type=kind)
+@pytest.mark.parametrize("softmax_type", ["off-by-one", "learnable"])
+def test_a_layer_against_float64(softmax_type: str) -> None:
+    layer = te.DotProductAttention(4, 16, attn_mask_type="no_mask", softmax_type=softmax_type)
     names = dict(layer.named_parameters())
-    assert list(names) == (["softmax_offset"] if kind == "learnable" else [])
+    assert list(names) == (["softmax_offset"] if softmax_type == "learnable" else [])
     sinks = torch.zeros(4)
-    if kind == "learnable":
+    if softmax_type == "learnable":
         assert names["softmax_offset"].tolist() == [0.0] * 4
         sinks = torch.tensor([-1.0, 0.0, 1.0, 2.0])
         names["softmax_offset"].data.copy_(sinks)
@@ -113,7 +113,7 @@ def test_a_layer_against_float64(kind: str) -> None:
     expected = torch.einsum("bhij,jbhd->ibhd", weights, wide[2]).flatten(2)
     expected.backward(g.detach().double().flatten(2))
     pairs = [(out, expected), *((t.grad, w.grad) for t, w in zip((q, k, v), wide, strict=False))]
-    if kind == "learnable":
+    if softmax_type == "learnable":
         pairs.append((names["softmax_offset"].grad, wide[3].grad))
     for found, want in pairs:
         assert (found.double() - want).norm() / want.norm() < 0.02
@@ -122,7 +122,8 @@ def test_a_layer_against_float64(kind: str) -> None:
 def test_the_offset_is_transformer_engines_attribute() -> None:
     """None, zeros outside of `state_dict`, which may want a gradient as its tests have it, or a parameter."""
     vanilla, one, learnable = (
-        te.DotProductAttention(4, 16, softmax_type=kind) for kind in ("vanilla", "off-by-one", "learnable")
+        te.DotProductAttention(4, 16, softmax_type=softmax_type)
+        for softmax_type in ("vanilla", "off-by-one", "learnable")
     )
     assert vanilla.softmax_offset is None
     for layer in (one, learnable):
@@ -146,25 +147,25 @@ def test_the_offset_is_transformer_engines_attribute() -> None:
     assert_same_bits(one(q, k, v), vanilla(q, k, v))
 
 
-@pytest.mark.parametrize("kind", ["off-by-one", "learnable"])
-def test_the_offset_leaves_meta(kind: str) -> None:
-    expected = te.DotProductAttention(4, 16, softmax_type=kind)
+@pytest.mark.parametrize("softmax_type", ["off-by-one", "learnable"])
+def test_the_offset_leaves_meta(softmax_type: str) -> None:
+    expected = te.DotProductAttention(4, 16, softmax_type=softmax_type)
     q, k, v = numbers(4, 3, 20, 2, 4, 16).bfloat16()
     for move in ("to_empty", "to", "nothing"):
-        layer = te.DotProductAttention(4, 16, softmax_type=kind, device="meta")
+        layer = te.DotProductAttention(4, 16, softmax_type=softmax_type, device="meta")
         assert layer.softmax_offset.is_meta
-        if kind == "learnable":
+        if softmax_type == "learnable":
             layer.softmax_offset = torch.nn.Parameter(torch.zeros(4))
         if move != "nothing":
             getattr(layer, move)(device="cpu")
-        if kind == "learnable":
+        if softmax_type == "learnable":
             layer.softmax_offset.data.zero_()
         assert_same_bits(layer(q, k, v), expected(q, k, v))
 
 
 @pytest.mark.parametrize("recomputes", [False, True])
-@pytest.mark.parametrize("kind", ["off-by-one", "learnable"])
-def test_a_layers_sinks_are_trained(kind: str, recomputes: bool) -> None:
+@pytest.mark.parametrize("softmax_type", ["off-by-one", "learnable"])
+def test_a_layers_sinks_are_trained(softmax_type: str, recomputes: bool) -> None:
     """The encoder's and the decoder's; sinks far below all scores change no bit."""
 
     def trained(softmax_type: str, lowest: bool = False) -> tuple[te.TransformerLayer, list[torch.Tensor]]:
@@ -179,13 +180,13 @@ def test_a_layers_sinks_are_trained(kind: str, recomputes: bool) -> None:
         y.backward(torch.ones_like(y))
         return layer, [y, x.grad]
 
-    layer, found = trained(kind)
+    layer, found = trained(softmax_type)
     offsets = [p for name, p in layer.named_parameters() if name.endswith("core_attention.softmax_offset")]
-    assert [bool(p.grad.any()) for p in offsets] == ([True, True] if kind == "learnable" else [])
+    assert [bool(p.grad.any()) for p in offsets] == ([True, True] if softmax_type == "learnable" else [])
     _, plain = trained("vanilla")
     assert not torch.equal(found[0], plain[0])
-    if kind == "learnable":
-        for a, b in zip(trained(kind, lowest=True)[1], plain, strict=True):
+    if softmax_type == "learnable":
+        for a, b in zip(trained(softmax_type, lowest=True)[1], plain, strict=True):
             assert_same_bits(a, b)
 
 

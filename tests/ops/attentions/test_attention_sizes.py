@@ -142,11 +142,11 @@ def outputs(layer: torch.nn.Module, q: Any, k: Any, v: Any, **more: Any) -> list
     return [out.detach(), *grads]
 
 
-@pytest.mark.parametrize("kind", ["sbhd", "bshd"])
-def test_a_layer_is_one_of_equal_sizes_with_zeros(kind: str) -> None:
+@pytest.mark.parametrize("qkv_format", ["sbhd", "bshd"])
+def test_a_layer_is_one_of_equal_sizes_with_zeros(qkv_format: str) -> None:
     """With the queries' scale, and the same results in either layout."""
-    layer = te.DotProductAttention(4, (24, 16), num_gqa_groups=2, qkv_format=kind)
-    wide = te.DotProductAttention(4, 24, num_gqa_groups=2, qkv_format=kind)
+    layer = te.DotProductAttention(4, (24, 16), num_gqa_groups=2, qkv_format=qkv_format)
+    wide = te.DotProductAttention(4, 24, num_gqa_groups=2, qkv_format=qkv_format)
     assert layer.softmax_scale == wide.softmax_scale == 24**-0.5
     q, k, v = numbers(1, 20, 20, 4, 24), numbers(2, 20, 20, 2, 24), numbers(3, 20, 20, 2, 16)
     found = outputs(layer, q, k, v)

@@ -12,7 +12,7 @@ from shared.attention_cases import MASKS, Case, check_against_float64, hidden_pa
 from shared.bits import assert_same_bits
 
 import reference as te
-from reference.nn.attentions import attention_prepared, multihead_attention
+from reference.nn.attentions import multihead_attention, multihead_plan
 from reference.nn.core.checks import MASK_NAMES, window_of
 from reference.nn.transformer import halves
 from reference.ops.attentions.attention import MASK_TYPES, limits, visited
@@ -115,16 +115,20 @@ TABLE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("kind", "window", "expected"), TABLE)
-def test_a_mask_type_and_a_window(kind: str, window: Any, expected: Any) -> None:
+@pytest.mark.parametrize(("attn_mask_type", "window", "expected"), TABLE)
+def test_a_mask_type_and_a_window(attn_mask_type: str, window: Any, expected: Any) -> None:
     if expected is not None:
-        assert window_of("Layer", MASK_NAMES, kind, window) == expected
+        assert window_of("Layer", MASK_NAMES, attn_mask_type, window) == expected
         return
     accepted = (
-        r"\(-1, -1\), or a pair of ints from 0 on," if "causal" not in kind else r"\(-1, 0\), or a pair that starts"
+        r"\(-1, -1\), or a pair of ints from 0 on,"
+        if "causal" not in attn_mask_type
+        else r"\(-1, 0\), or a pair that starts"
     )
-    with pytest.raises(ValueError, match=rf"^Layer: window_size=\(.*\) with attn_mask_type='{kind}'; {accepted}"):
-        window_of("Layer", MASK_NAMES, kind, window)
+    with pytest.raises(
+        ValueError, match=rf"^Layer: window_size=\(.*\) with attn_mask_type='{attn_mask_type}'; {accepted}"
+    ):
+        window_of("Layer", MASK_NAMES, attn_mask_type, window)
 
 
 @pytest.mark.parametrize("window", [(4,), [4, 0], (4.0, 0), (True, 0), 4, "no", torch.ones(2), (torch.ones(2), 0)])
@@ -146,24 +150,28 @@ def numbers(seed: int, *shape: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("kind", "shift"), [("no_mask", 10), ("causal", 0), ("causal_bottom_right", 10), ("padding", 0)]
+    ("attn_mask_type", "shift"), [("no_mask", 10), ("causal", 0), ("causal_bottom_right", 10), ("padding", 0)]
 )
-def test_a_window_is_a_mask(kind: str, shift: int, dtype: torch.dtype) -> None:
+def test_a_window_is_a_mask(attn_mask_type: str, shift: int, dtype: torch.dtype) -> None:
     """In every bit, of the op; in fp32, PyTorch's, too, because it is given the same mask."""
     sq, skv = 20, 20 + shift
     q, k, v = (numbers(i, s, 2, 2, 16).to(dtype) for i, s in enumerate((sq, skv, skv)))
     i, j = torch.arange(sq)[:, None] + shift, torch.arange(skv)[None]
-    padding = (torch.arange(20) >= torch.tensor([[20], [13]])).view(2, 1, 1, 20) if kind == "padding" else None
-    hidden = (j < i - 4) | (j > i + (2 if kind in ("no_mask", "padding") else 0))
+    padding = (
+        (torch.arange(20) >= torch.tensor([[20], [13]])).view(2, 1, 1, 20) if attn_mask_type == "padding" else None
+    )
+    hidden = (j < i - 4) | (j > i + (2 if attn_mask_type in ("no_mask", "padding") else 0))
     hidden = hidden.view(1, 1, sq, skv) if padding is None else hidden | padding | padding.transpose(2, 3)
-    layer = te.DotProductAttention(2, 16, attn_mask_type=kind, window_size=(4, 2))
+    layer = te.DotProductAttention(2, 16, attn_mask_type=attn_mask_type, window_size=(4, 2))
     found = layer(q, k, v, padding)
-    assert_same_bits(found, te.DotProductAttention(2, 16)(q, k, v, hidden, attn_mask_type="arbitrary"), kind)
-    assert_same_bits(found, te.DotProductAttention(2, 16)(q, k, v, padding, attn_mask_type=kind, window_size=(4, 2)))
-    assert not torch.equal(found, te.DotProductAttention(2, 16)(q, k, v, padding, attn_mask_type=kind))
+    assert_same_bits(found, te.DotProductAttention(2, 16)(q, k, v, hidden, attn_mask_type="arbitrary"), attn_mask_type)
+    assert_same_bits(
+        found, te.DotProductAttention(2, 16)(q, k, v, padding, attn_mask_type=attn_mask_type, window_size=(4, 2))
+    )
+    assert not torch.equal(found, te.DotProductAttention(2, 16)(q, k, v, padding, attn_mask_type=attn_mask_type))
     again = layer(q, k, v, padding, window_size=(-1, -1))
     assert_same_bits(
-        again, te.DotProductAttention(2, 16)(q, k, v, padding, attn_mask_type=kind), "forward's goes first"
+        again, te.DotProductAttention(2, 16)(q, k, v, padding, attn_mask_type=attn_mask_type), "forward's goes first"
     )
 
 
@@ -247,6 +255,6 @@ def test_a_plan_holds_the_window() -> None:
     """As replay's key: one for all ways to say "no window", others for others."""
     module, x, seen = layer_of().self_attention, numbers(4, 20, 2, 64).bfloat16(), set()
     for window in (None, (-1, -1), (-1, 0), (6, 0), (6, 4), (7, 0)):
-        plan, _, _ = attention_prepared.prepared(module, x.dtype, x, None, "causal", (0.0, None), None, window=window)
+        plan, _, _ = multihead_plan.prepared(module, x.dtype, x, None, "causal", (0.0, None), None, window=window)
         seen.add(plan)
     assert sorted(plan.core.core.window for plan in seen) == [(-1, 0), (6, 0), (7, 0)]

@@ -8,6 +8,7 @@ import simulator
 import torch
 from hypothesis import HealthCheck, given, settings
 from shared.attention_cases import CASES, Case, inputs, run
+from shared.attention_packed_cases import packed_inputs, packed_run
 from shared.bits import assert_same_bits
 from simulator import Simulator
 
@@ -71,6 +72,28 @@ def test_options(case: Case) -> None:
 def test_clusters_take_turns(when: int) -> None:
     """Three clusters, each with two works and three query tiles for two heads; up to three key blocks add to dq."""
     compare(Case(group=2, hkv=2, sq=150, skv=380, d=256, mask_type="causal_bottom_right"), when, processors=6)
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("when", WHEN.values(), ids=WHEN)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(3, hkv=1, group=2, sq=150, skv=270, d=256, mask_type="causal_bottom_right", lengths="both"),
+        Case(4, sq=197, skv=140, d=192, dropout=0.1, bias="b1ss", lengths="both", dtype=torch.float16, seed=3),
+        Case(3, sq=130, skv=261, d=136, e=256, window=(70, 20), sinks=True, lengths="both", seed=1),
+    ],
+    ids=["causal", "bias and dropout", "window and sinks"],
+)
+def test_packed_entries(case: Case, when: int) -> None:
+    """NaN lies between them: what a tile brings of it has to be cleared in time, in the memory of both blocks."""
+    cpu, _ = packed_inputs(case, [2, 0, 3, 1, 5][: case.b + 1], 1)
+    again, _ = packed_inputs(case, [2, 0, 3, 1, 5][: case.b + 1], 1)
+    expected = packed_run(case, cpu)
+    with Simulator(4, when):
+        found = packed_run(case, again)
+    for name, value in expected.items():
+        assert_same_bits(value, found[name], f"{name} of {case}")
 
 
 @pytest.mark.slow

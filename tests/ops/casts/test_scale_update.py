@@ -18,7 +18,7 @@ import reference  # noqa: F401
 from optimized.cuda import launch
 from optimized.ops.casts import scale_update as on_gpu
 from optimized.ops.casts.scale_update import CAPACITIES
-from optimized.tapes import Launches
+from optimized.tapes import Tape
 
 FLT_MAX = float(np.finfo(np.float32).max)
 twin = torch.ops.twin
@@ -176,7 +176,7 @@ def test_launches_that_are_noted_are_not_those_kept(note: str) -> None:
     with DryGpu() as gpu:
         scale, history = torch.ones(3, device="cuda"), torch.zeros(4, 3, device="cuda")
         gpu.taken()
-        tape = Launches()
+        tape = Tape()
         with launch.collecting() if note == "collecting" else launch.recording(tape):
             on_gpu.scale_update([scale], [history], 448.0, 0, "max")
         gpu.taken()

@@ -13,7 +13,7 @@ from shared.gemm_codes import E4M3, E5M2, FORMATS, OUTPUTS, draw, normal, on_gpu
 import optimized.ops  # noqa: F401  (registers the ops)
 from optimized.cuda import launch
 from optimized.ops.gemms.gemm_fp8_split_k import RESIDENT, gemm_fp8_split_k, is_faster, partition
-from optimized.tapes import Launches
+from optimized.tapes import Tape
 
 twin = torch.ops.twin
 
@@ -79,7 +79,7 @@ def test_the_op_takes_this_way_and_captures_it() -> None:
         return twin.gemm_fp8(*args, torch.bfloat16, "split")
 
     first = assert_same_again(product)
-    tape = Launches()
+    tape = Tape()
     with launch.recording(tape):
         recorded = product()
     recorded.fill_(7)

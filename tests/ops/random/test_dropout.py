@@ -165,7 +165,7 @@ def test_keep_scale() -> None:
         ({"kept": torch.ones(3)}, "x has 4 rows, which are no multiple of kept's 3 entries"),
         ({"kept": torch.ones(0)}, "x has 4 rows, which are no multiple of kept's 0 entries"),
         ({"p": 0.5, "rng_state": None}, "needs rng_state"),
-        ({"p": 0.5, "rng_state": torch.zeros(3, dtype=torch.int64)}, "rng_state must be a contiguous int64 [2]"),
+        ({"p": 0.5, "rng_state": torch.zeros(4, dtype=torch.int64)}, "rng_state must be a contiguous int64 [2]"),
     ],
 )
 def test_refusals(change: dict, sentence: str) -> None:
@@ -245,3 +245,16 @@ def test_a_graph_draws_a_new_mask_at_each_replay() -> None:
     for _ in range(3):
         graph.replay()
         assert_same_bits(twin.bias_dropout_add(x.cpu(), None, None, 0.5, cpu), out)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 4, 7])
+def test_some_rows_have_the_mask_of_their_place(rows: int) -> None:
+    """A state's third number is that of their first element in the whole tensor."""
+    x, residual, state = torch.randn(9, 13), torch.randn(9, 13), torch.tensor([5, 2])
+    whole = torch.ops.twin.bias_dropout_add(x, None, residual, 0.4, state.clone())
+    backward = torch.ops.twin.dropout_backward(x, 0.4, state)
+    placed = torch.tensor([5, 2, rows * 13])
+    assert_same_bits(torch.ops.twin.dropout_backward(x[rows:], 0.4, placed), backward[rows:], "backward")
+    part = torch.ops.twin.bias_dropout_add(x[rows:].contiguous(), None, residual[rows:].contiguous(), 0.4, placed)
+    assert_same_bits(part, whole[rows:], "forward")
+    assert placed.tolist() == [5, 3, rows * 13]

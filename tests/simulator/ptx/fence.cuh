@@ -6,6 +6,5 @@ namespace twin {
 inline void fence_mbarrier_init() {}
 inline void fence_proxy_async() {}
 inline void fence_proxy_async_all() {}
-inline void fence_block() {}
 
 }  // namespace twin

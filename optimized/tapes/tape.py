@@ -19,7 +19,7 @@ _capturing = threading.RLock()  # one capture at a time: captures share a stream
 
 
 class Playable(Protocol):
-    """What can be done again: a launch (`launch.Launch`), a copy, an op of PyTorch (`tapes.watch`)."""
+    """What can be done again: a launch (`launch.Launch`), a copy, an op of PyTorch (`tapes.tape_recorder`)."""
 
     @property
     def capturable(self) -> bool:
@@ -55,7 +55,7 @@ class Copy:
         runtime.memcpyAsync(*self._arguments, runtime.memcpyDeviceToDevice, stream)
 
 
-class Launches:
+class Tape:
     """A tape: launches, copies and ops in order. From the third time on, one CUDA graph makes all of them."""
 
     def __init__(self) -> None:

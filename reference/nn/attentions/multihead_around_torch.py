@@ -5,14 +5,15 @@
     h = r + dropout(a·wᵀ + b)                                    `out_forward`
 
 So it is in fp32, and on cuDNN with grouped heads or recomputed (`by_torch`). Plan, context and tensors are those of
-`reference.nn.attentions.attention_block`, whose functions these are: all bits around attention are the block's.
+`reference.nn.attentions.multihead_pair`, whose functions these are: all bits around attention are the block's.
 """
 
 from typing import Any, NamedTuple
 
 import torch
 
-from reference.nn.attentions.attention_block import (
+from reference.nn.attentions.dot_product_plan import Call
+from reference.nn.attentions.multihead_pair import (
     Given,
     Plan,
     SavedIn,
@@ -22,8 +23,7 @@ from reference.nn.attentions.attention_block import (
     wants_input,
     whole,
 )
-from reference.nn.attentions.attention_reads import Reads
-from reference.nn.attentions.core_call import Call
+from reference.nn.attentions.no_grad_inputs import NoGradInputs
 from reference.nn.core.autograd import differentiable, wanted
 from reference.nn.core.context import BlockContext, WeightRequest, quantize_weights
 from reference.nn.core.dropout import before_dropped
@@ -40,7 +40,7 @@ def by_torch(module: Any, dtype: torch.dtype, recomputes: bool) -> bool:
 
 
 class OutSaved(NamedTuple):
-    """What the second pair's backward reads; as in `attention_block.Saved`."""
+    """What the second pair's backward reads; as in `multihead_pair.Saved`."""
 
     proj: linear.Saved
     dropped: torch.Tensor | None
@@ -54,7 +54,7 @@ def into_forward(plan: Plan, context: BlockContext, *tensors: Any) -> tuple[Any,
         requests.append(WeightRequest(others[0], others[0].gemm, given.key_value_weight, plan.key_value.needs[0]))
     w, *more = quantize_weights(*requests)
     of_kv = (others[0], more[0]) if more else None
-    qkv, residual, saved = project_in(plan, first, of_kv, Reads.of(context.reads), given, w)
+    qkv, residual, saved = project_in(plan, first, of_kv, NoGradInputs.of(context.reads), given, w)
     results = tuple([whole(x.contiguous(), x.shape) for x in qkv])
     if plan.returns_norm:
         results = (*results, whole(residual, plan.shape))
@@ -66,14 +66,14 @@ def into_backward(plan: Plan, context: BlockContext, saved: SavedIn, *grads: tor
     (first, *others), (dq, dk, dv, *of_norm) = context.modules, [grad.contiguous() for grad in grads]
     of_norm = [rows_of(grad) for grad in of_norm]
     of_kv = others[0] if others else None
-    return project_in_backward(plan, first, of_kv, Reads.of(context.reads), saved, (dq, dk, dv), None, of_norm)
+    return project_in_backward(plan, first, of_kv, NoGradInputs.of(context.reads), saved, (dq, dk, dv), None, of_norm)
 
 
 def out_forward(
     plan: Plan, context: BlockContext, out: torch.Tensor, w: Any, bias: torch.Tensor | None, residual: Any
 ) -> tuple[torch.Tensor, OutSaved]:
     """h of attention's result `[.., .., heads·channels]`; the residual is in h's shape, None where it is not added."""
-    (proj,), (state,), reads = context.modules, context.random, Reads.of(context.reads)
+    (proj,), (state,), reads = context.modules, context.random, NoGradInputs.of(context.reads)
     (proj_w,) = quantize_weights(WeightRequest(proj, proj.gemm, w, plan.proj.needs[0]))
     rows = None if residual is None else rows_of(residual)
     h, saved, dropped = project_out(plan, proj, state, reads, out[..., None, :], proj_w, bias, rows)
@@ -82,7 +82,7 @@ def out_forward(
 
 def out_backward(plan: Plan, context: BlockContext, saved: OutSaved, grad: torch.Tensor) -> Tensors:
     """The gradients of attention's result, of w and b, and of the residual."""
-    inner = before_dropped(rows_of(grad), plan.p, saved.dropped, Reads.of(context.reads).kept)
+    inner = before_dropped(rows_of(grad), plan.p, saved.dropped, NoGradInputs.of(context.reads).kept)
     dout, *of_proj = linear.backward(plan.proj, context.modules[0], saved.proj, inner)
     if dout is not None:
         dout = whole(dout, torch.Size((*plan.shape[:-1], dout.shape[-1])))
@@ -90,11 +90,11 @@ def out_backward(plan: Plan, context: BlockContext, saved: OutSaved, grad: torch
 
 
 def run(core: Any, plan: Plan, context: BlockContext, tensors: tuple[Any, ...], recomputes: bool) -> Any:
-    """The results of `attention_block.forward`, with attention by the module `core`, a `DotProductAttention`.
+    """The results of `multihead_pair.forward`, with attention by the module `core`, a `DotProductAttention`.
 
     The norm's output, if it is returned, is in x's shape.
     """
-    given, (first, proj, *others), reads = Given(*tensors), context.modules, Reads.of(context.reads)
+    given, (first, proj, *others), reads = Given(*tensors), context.modules, NoGradInputs.of(context.reads)
     of_first = given._replace(proj_weight=None, proj_bias=None, added=None)
     into = BlockContext((first, *others), (), context.reads)
     q, k, v, *normed = differentiable(

@@ -1,11 +1,14 @@
-"""Where a module's `_apply` takes state that is neither parameter nor buffer: random states, scales, constants."""
+"""The device to which `module.to(...)` moves what is neither parameter nor buffer: random states, scales, constants.
+
+`nn.Module._apply` has a function and no device, so a byte goes through the function first.
+"""
 
 from collections.abc import Callable
 
 import torch
 
 
-def byte_after(fn: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> torch.Tensor:
+def probe_target(fn: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> torch.Tensor:
     """A byte of `device` after `fn`, the function that `nn.Module._apply` calls for every tensor.
 
     A loader that replaces parameters one by one leaves such state on the meta device. PyTorch refuses to copy from

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from optimized.tapes.launches import Copy, Launches
 from optimized.tapes.memory import Allocation, Place, TensorRef, Tensors, tensors_of
+from optimized.tapes.tape import Copy, Tape
 
 aten = torch.ops.aten
 _ALLOCATIONS = {
@@ -185,10 +185,10 @@ class Watch(TorchDispatchMode):
         to.copy_(source)
 
 
-class Record(Watch):
+class TapeRecorder(Watch):
     """Watches a run that is recorded: tensors go to the places that the first run's measurement gave."""
 
-    def __init__(self, places: Sequence[Place], sources: Tensors, tape: Launches) -> None:
+    def __init__(self, places: Sequence[Place], sources: Tensors, tape: Tape) -> None:
         super().__init__()
         self.places, self.sources, self.tape = iter(places), sources, tape
 

@@ -9,7 +9,7 @@ function of the corresponding module, so the bits are those of the modules one a
     q, k, v from the projections    `Heads.split`
     each head normalised            `reference.nn.attentions.head_norms`, before or after
     rotated by angles               `reference.nn.attentions.apply_rotary`
-    attention                       `reference.nn.attentions.core_pair`, with all of its options
+    attention                       `reference.nn.attentions.dot_product_pair`, with all of its options
 
 Several things happen at once:
 
@@ -19,18 +19,18 @@ Several things happen at once:
     the cast of proj's gradient computes its db                   where `dbias` would read the gradient once more
     the gradients of q, k, v are cast from where they are         FP8 with a bias; otherwise they are joined first
 
-`reference.nn.attentions.attention_prepared` makes plan, context and tensors of a module.
+`reference.nn.attentions.multihead_plan` makes plan, context and tensors of a module.
 """
 
 from typing import Any, NamedTuple
 
 import torch
 
-from reference.nn.attentions import core_pair, head_norms
+from reference.nn.attentions import dot_product_pair, head_norms
 from reference.nn.attentions.apply_rotary import turn
-from reference.nn.attentions.attention_reads import Reads
 from reference.nn.attentions.head_norms import HeadNorms
 from reference.nn.attentions.heads import Heads
+from reference.nn.attentions.no_grad_inputs import NoGradInputs
 from reference.nn.core.compiled import before
 from reference.nn.core.context import BlockContext, ModuleContext, WeightRequest, quantize_weights
 from reference.nn.core.dropout import before_dropped
@@ -91,7 +91,7 @@ class Plan(NamedTuple):
     needs: tuple[bool, ...]
     first: layernorm_linear.Plan | linear.Plan
     key_value: linear.Plan | None
-    core: core_pair.Plan
+    core: dot_product_pair.Plan
     proj: linear.Plan
     heads: Heads
     shape: torch.Size
@@ -106,7 +106,7 @@ class Plan(NamedTuple):
         """Whether the norm's output is the residual, or a second result."""
         return isinstance(self.first, layernorm_linear.Plan) and self.first.returns_norm
 
-    def turned(self, x: torch.Tensor, angles: torch.Tensor, reads: Reads, backward: bool) -> torch.Tensor:
+    def turned(self, x: torch.Tensor, angles: torch.Tensor, reads: NoGradInputs, backward: bool) -> torch.Tensor:
         """q or k in its layout (or its gradient) rotated."""
         step = None if self.core.cached is None else (self.core.cached, reads.step())
         return turn(x, angles, self.rotary, self.core.layout, backward, step)
@@ -132,7 +132,7 @@ class Saved(NamedTuple):
     joined: torch.Tensor | None
     key_value: Any
     norms: Any
-    core: core_pair.Saved
+    core: dot_product_pair.Saved
 
 
 class Modules(NamedTuple):
@@ -159,7 +159,7 @@ def whole(rows: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 def forward(plan: Plan, context: BlockContext, *tensors: Any) -> tuple[Any, Any]:
     """h `[..., hidden]` of x `[..., hidden]`; without a residual also norm(x) `[tokens, hidden]`, if it is returned."""
     given, modules = Given(*tensors), modules_of(plan, context)
-    (state, core_state), reads = context.random, Reads.of(context.reads)
+    (state, core_state), reads = context.random, NoGradInputs.of(context.reads)
     first, proj = modules.first, modules.proj
     requests = [
         WeightRequest(first, first.gemm, given.weight, wants_input(plan.first)),
@@ -171,7 +171,7 @@ def forward(plan: Plan, context: BlockContext, *tensors: Any) -> tuple[Any, Any]
     w, proj_w, *more = quantize_weights(*requests)
     of_kv = (modules.key_value, more[0]) if more else None
     (q, k, v), residual, saved = project_in(plan, first, of_kv, reads, given, w)
-    out, attended, kept = core_pair.attend(plan.core, modules.core, core_state, reads, q, k, v, given.added)
+    out, attended, kept = dot_product_pair.attend(plan.core, modules.core, core_state, reads, q, k, v, given.added)
     h, saved_proj, dropped = project_out(plan, proj, state, reads, out, proj_w, given.proj_bias, residual)
     results = h if plan.adds or not plan.returns_norm else (h, residual)
     if plan.core.cached is not None:
@@ -184,7 +184,7 @@ def forward(plan: Plan, context: BlockContext, *tensors: Any) -> tuple[Any, Any]
         v = None
         if plan.rotary is None and plan.norms is None:
             q = k = None
-    saved_core = core_pair.Saved(q, k, v, attended.state if plan.core.recomputes else attended, given.added)
+    saved_core = dot_product_pair.Saved(q, k, v, attended.state if plan.core.recomputes else attended, given.added)
     return results, Saved(saved.first, saved_proj, dropped, mixed, joined, saved.key_value, saved.norms, saved_core)
 
 
@@ -199,7 +199,12 @@ class SavedIn(NamedTuple):
 
 
 def project_in(
-    plan: Plan, first: ModuleContext, key_value: tuple[ModuleContext, Weight] | None, reads: Reads, given: Given, w: Any
+    plan: Plan,
+    first: ModuleContext,
+    key_value: tuple[ModuleContext, Weight] | None,
+    reads: NoGradInputs,
+    given: Given,
+    w: Any,
 ) -> tuple[tuple[Any, Any, Any], torch.Tensor, SavedIn]:
     """q, k and v as attention reads them, the residual (or the norm's output, if that is returned), what is saved.
 
@@ -230,7 +235,7 @@ def project_out(
     plan: Plan,
     proj: ModuleContext,
     state: torch.Tensor | None,
-    reads: Reads,
+    reads: NoGradInputs,
     out: torch.Tensor,
     w: Any,
     bias: torch.Tensor | None,
@@ -277,7 +282,7 @@ def split(plan: Plan, mixed: Any, joined: Any) -> tuple[torch.Tensor, ...]:
 
 def backward(plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor, *norm_grads: torch.Tensor) -> Tensors:
     """The gradients of `Given`; `norm_grads`: of norm(x), if it is a second result."""
-    modules, reads = modules_of(plan, context), Reads.of(context.reads)
+    modules, reads = modules_of(plan, context), NoGradInputs.of(context.reads)
     grad = rows_of(grad)
     inner = before_dropped(grad, plan.p, saved.dropped, reads.kept)
     context_grad, *proj_grads = linear.backward(plan.proj, modules.proj, saved.proj, inner)
@@ -287,9 +292,9 @@ def backward(plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor
     if saved.mixed is not None:
         q, k, v = split(plan, saved.mixed, saved.joined)
         q, k = q if core.q is None else core.q, k if core.k is None else core.k
-        core = core_pair.Saved(q, k, v, core.attended, core.added)
+        core = dot_product_pair.Saved(q, k, v, core.attended, core.added)
     by_head = context_grad.view(*plan.shape[:-1], plan.core.heads, plan.heads.channels)
-    dq, dk, dv, dadded = core_pair.attend_backward(plan.core, reads, core, modules.core, by_head)
+    dq, dk, dv, dadded = dot_product_pair.attend_backward(plan.core, reads, core, modules.core, by_head)
     past = grad if plan.adds else None
     of_saved = SavedIn(saved.first, None, None, saved.key_value, saved.norms)
     grads = project_in_backward(plan, modules.first, modules.key_value, reads, of_saved, (dq, dk, dv), past, norm_grads)
@@ -300,7 +305,7 @@ def project_in_backward(
     plan: Plan,
     first: ModuleContext,
     key_value: Any,
-    reads: Reads,
+    reads: NoGradInputs,
     saved: SavedIn,
     grads: tuple[Any, Any, Any],
     past: torch.Tensor | None,

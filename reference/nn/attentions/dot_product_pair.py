@@ -1,12 +1,12 @@
 """Attention of q, k and v in their layout: the pair of functions of `DotProductAttention`, and a part of the block's.
 
     q, k, v  [s, b, h, d] or [b, s, h, d]    of heads `[b, h, s, d]`, as views
-             [t, h, d] (packed sequences)    as they lie, or gathered into [b, s, h, d] and out gathered back
-    out      the same layout with v's d      by one kind of core:
+             [t, h, d] (packed sequences)    as they lie; in FP8 gathered into [b, s, h, d], and out gathered back
+    out      the same layout with v's d      by one of three:
 
-    exact    `twin::attention`, with a mask, a bias, ALiBi, sinks, lengths, a cache
-    (`reference.nn.attentions.core_attention`) FP8      `twin::attention_fp8` (`reference.nn.attentions.attention_fp8`)
-    cuDNN    PyTorch's, outside the bit contract (`reference.nn.attentions.attention_of_torch`)
+    exact    `twin::attention`, with a mask, a bias, ALiBi, sinks, lengths, a cache (`exact_attention.py`)
+    FP8      `twin::attention_fp8` (`attention_fp8.py`)
+    cuDNN    PyTorch's, outside the bit contract (`torch_attention.py`)
 
 `attend` and `attend_backward` are for all of them.
 """
@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from reference.nn.attentions import attention_fp8, attention_of_torch, core_attention
-from reference.nn.attentions.attention_reads import Reads, Tensor
-from reference.nn.attentions.core_attention import CorePlan, Qkv
+from reference.nn.attentions import attention_fp8, exact_attention, torch_attention
+from reference.nn.attentions.exact_attention import CorePlan, Qkv
 from reference.nn.attentions.heads import dense_rows
 from reference.nn.attentions.inference_step import Cached, entered
+from reference.nn.attentions.no_grad_inputs import NoGradInputs, Tensor
 from reference.nn.core.context import BlockContext, ModuleContext
 from reference.ops.attentions.attention_options import Options
 from reference.ops.attentions.attention_packed import to_sequences, to_tokens
@@ -92,7 +92,7 @@ class Saved(NamedTuple):
     added: Tensor
 
 
-def options_of(plan: Plan, reads: Reads, state: Tensor, added: Tensor) -> Options:
+def options_of(plan: Plan, reads: NoGradInputs, state: Tensor, added: Tensor) -> Options:
     """What the ops of exact attention take after q, k and v."""
     found = plan.core.options(reads.mask, state, added, reads.slopes, reads.q_lengths, reads.kv_lengths)
     if plan.longest is None:
@@ -106,7 +106,7 @@ def attend(
     plan: Plan,
     fp8: ModuleContext | None,
     state: Tensor,
-    reads: Reads,
+    reads: NoGradInputs,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -133,22 +133,22 @@ def attend(
 
 
 def _attend_by_heads(
-    plan: Plan, reads: Reads, state: Tensor, added: Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    plan: Plan, reads: NoGradInputs, state: Tensor, added: Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, Any]:
     """out `[b, h, s, d]` and what backward reads of it."""
     core = plan.core
     if core.backend == "cudnn":
-        return attention_of_torch.cudnn_attend(core, any(plan.needs), q, k, v)
+        return torch_attention.cudnn_attend(core, any(plan.needs), q, k, v)
     if plan.cached is None:
-        return core_attention.attend(options_of(plan, reads, state, added), q, k, v)
+        return exact_attention.attend(options_of(plan, reads, state, added), q, k, v)
     core, hidden, qkv = entered(plan.cached, reads.step(), core, q, k, v)
-    out, attended = core_attention.attend(core.options(hidden, state, added), *qkv)
+    out, attended = exact_attention.attend(core.options(hidden, state, added), *qkv)
     rows = attended._replace(m=attended.m.reshape(q.shape[:3]), inv=attended.inv.reshape(q.shape[:3]))
     return out.reshape(*q.shape[:3], v.shape[3]), rows
 
 
 def attend_backward(
-    plan: Plan, reads: Reads, saved: Saved, fp8: ModuleContext | None, grad: torch.Tensor
+    plan: Plan, reads: NoGradInputs, saved: Saved, fp8: ModuleContext | None, grad: torch.Tensor
 ) -> tuple[Any, Any, Any, Tensor]:
     """The gradients of q, k and v in their layout, and of what is added."""
     if plan.gathers:
@@ -170,16 +170,16 @@ def attend_backward(
     return dq, dk, dv, dadded
 
 
-def _backward_by_heads(plan: Plan, reads: Reads, saved: Saved, qkv: Qkv, grad: torch.Tensor) -> Any:
+def _backward_by_heads(plan: Plan, reads: NoGradInputs, saved: Saved, qkv: Qkv, grad: torch.Tensor) -> Any:
     """dq, dk, dv `[b, h, s, d]`, and the gradient of what is added."""
     attended, added = saved.attended, saved.added
     if plan.core.backend == "cudnn":
-        return *attention_of_torch.cudnn_attend_backward(plan.core, qkv, attended, grad), None
+        return *torch_attention.cudnn_attend_backward(plan.core, qkv, attended, grad), None
     if plan.recomputes:
         again = None if attended is None else attended.clone()
-        _, attended = core_attention.attend(options_of(plan, reads, again, added), *qkv)
+        _, attended = exact_attention.attend(options_of(plan, reads, again, added), *qkv)
     options = options_of(plan, reads, attended.state, added)
-    grads = core_attention.attend_backward(options, qkv, attended, grad)
+    grads = exact_attention.attend_backward(options, qkv, attended, grad)
     if added is None or not plan.needs[3]:
         return *grads, None
     out, m, inv, _ = attended
@@ -193,7 +193,7 @@ def forward(plan: Plan, context: BlockContext, *given: Tensor) -> tuple[Any, Sav
     """out `[.., .., h·d]` or `[t, h·d]` of q, k and v, and of a bias or of sinks; with `returns_rows` (out, m, inv)."""
     fp8 = context.modules[0] if context.modules else None
     tensors: Any = given if len(given) == 4 else (*given, None)
-    out, attended, kept = attend(plan, fp8, context.random[0], Reads.of(context.reads), *tensors)
+    out, attended, kept = attend(plan, fp8, context.random[0], NoGradInputs.of(context.reads), *tensors)
     # A view must not be returned.
     out = torch.ops.aten._unsafe_view(out.contiguous(), (*out.shape[:-2], out.shape[-2] * out.shape[-1]))
     results = (out, attended.m, attended.inv) if plan.returns_rows else out
@@ -211,4 +211,4 @@ def backward(plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor
     if not plan.gathers and not plan.recomputes:
         out = plan.heads_first(saved.attended.out.unflatten(-1, (plan.heads, -1)))
         saved = saved._replace(attended=saved.attended._replace(out=out))
-    return attend_backward(plan, Reads.of(context.reads), saved, fp8, grad)[: len(plan.needs)]
+    return attend_backward(plan, NoGradInputs.of(context.reads), saved, fp8, grad)[: len(plan.needs)]

@@ -1,6 +1,6 @@
 """Exact attention by heads, forward and backward: out `[b, h, sq, d]` of q `[b, h, sq, d]`, k, v `[b, hkv, skv, d]`.
 
-Arithmetic: `reference.ops.attentions.attention`. `reference.nn.attentions.core_pair` calls it.
+Arithmetic: `reference.ops.attentions.attention`. `reference.nn.attentions.dot_product_pair` calls it.
 """
 
 import math
@@ -20,7 +20,7 @@ Mask = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
 
 
 class CorePlan(NamedTuple):
-    """How to attend: scale, Transformer Engine's mask type, the window, dropout's p, the backend, the bias's kind."""
+    """How to attend: scale, Transformer Engine's mask type, the window, dropout's p, the backend, the bias's type."""
 
     scale: float
     mask_type: str
@@ -40,11 +40,11 @@ class CorePlan(NamedTuple):
         kv_lengths: torch.Tensor | None = None,
     ) -> Options:
         """What the ops take after q, k and v; `state` is the random one, `more` a bias, or sinks."""
-        kind, (left, right) = MASK_TYPES[self.mask_type][0], self.window
+        mask_type, (left, right) = MASK_TYPES[self.mask_type][0], self.window
         sinks = more if self.softmax != "vanilla" else None
         bias, slopes = (None, None) if self.bias == "no_bias" or sinks is not None else (more, slopes)
         others = (bias, slopes, sinks, q_lengths, kv_lengths)
-        return Options(self.scale, kind, left, right, mask, self.p, state, *others)
+        return Options(self.scale, mask_type, left, right, mask, self.p, state, *others)
 
 
 class Attended(NamedTuple):
@@ -85,11 +85,11 @@ def max_logit(m: torch.Tensor, inv: torch.Tensor, dtype: torch.dtype) -> torch.T
     return (largest * math.log(2)).masked_fill(largest == float(LOWEST), -torch.inf).to(dtype)
 
 
-def full_mask(kind: str, mask: Any) -> torch.Tensor | None:
+def full_mask(mask_type: str, mask: Any) -> torch.Tensor | None:
     """The mask over pairs, broadcastable to `[b, h, sq, skv]`; a padded query's whole row is hidden."""
-    if not MASK_TYPES[kind][1]:
+    if not MASK_TYPES[mask_type][1]:
         return None
-    if kind == "arbitrary":
+    if mask_type == "arbitrary":
         return mask
     queries, keys = mask if isinstance(mask, tuple) else (mask, mask)
     return queries.transpose(2, 3) | keys

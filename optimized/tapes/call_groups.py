@@ -21,10 +21,10 @@ from typing import Any
 import torch
 
 from optimized.cuda import launch
-from optimized.tapes.launches import Launches
 from optimized.tapes.memory import ARENA, FIRST, SCRATCH, Place, Results, arrange, place_of, storage_of
-from optimized.tapes.relocation import Fixed, Relative
-from optimized.tapes.watch import Record, Watch
+from optimized.tapes.relocation import NotRelocatable, RelocatableTape
+from optimized.tapes.tape import Tape
+from optimized.tapes.tape_recorder import TapeRecorder, Watch
 from reference.support.nested import Tensors
 
 LARGEST = 1 << 30
@@ -42,13 +42,13 @@ class CallGroup:
         usable: whether such a call can be played from a tape.
         results: how its results are allocated.
         places: where each allocation lies, in their order.
-        form: how the player puts together what was saved (`reference.support.nested`).
+        form: how the runner puts together what was saved (`reference.support.nested`).
         sizes: bytes of the arena and of the scratch.
         saved_places: for each tensor saved for backward None, or its place in the tensors of `saved`.
         needed: the numbers of those tensors among arena, scratch, inputs, state and results.
         tapes: by all addresses.
         recorded: whether a tape has been.
-        relative: the tape that was recorded last, for other addresses; None if it serves its own only.
+        relocatable: the tape that was recorded last, for other addresses; None if it serves its own only.
         hits, misses: how many calls were played, and how many were recorded.
     """
 
@@ -60,9 +60,9 @@ class CallGroup:
         self.sizes = (0, 0)
         self.saved_places: list[Place | None] = []
         self.needed: list[int] = []
-        self.tapes: dict[tuple[int, ...], Launches] = {}
+        self.tapes: dict[tuple[int, ...], Tape] = {}
         self.recorded = False
-        self.relative: Relative | None = None
+        self.relocatable: RelocatableTape | None = None
         self.misses = self.hits = 0
 
     def measure(self, run: Function) -> tuple[Tensors, Tensors]:
@@ -84,7 +84,7 @@ class CallGroup:
         size = self.sizes[where]
         return torch.empty(size, dtype=torch.uint8, device=device) if size else None
 
-    def tape(self, addresses: tuple[int, ...]) -> Launches | None:
+    def tape(self, addresses: tuple[int, ...]) -> Tape | None:
         """The tape of a call with these addresses, if there is one."""
         found = self.tapes.get(addresses)
         if found is not None:
@@ -92,9 +92,9 @@ class CallGroup:
             counts.hits += 1
         return found
 
-    def moved(self, addresses: tuple[int, ...], tensors: list[torch.Tensor]) -> Launches | None:
+    def moved(self, addresses: tuple[int, ...], tensors: list[torch.Tensor]) -> Tape | None:
         """The recorded tape at other addresses, if it serves there."""
-        tape = None if self.relative is None else self.relative.at(addresses, tensors)
+        tape = None if self.relocatable is None else self.relocatable.at(addresses, tensors)
         if tape is not None:
             if counts.moved >= MOST_MOVED:
                 counts.moved = 0
@@ -106,13 +106,13 @@ class CallGroup:
             counts.moved += 1
         return tape
 
-    def add(self, addresses: tuple[int, ...], tape: Launches) -> None:
+    def add(self, addresses: tuple[int, ...], tape: Tape) -> None:
         """Keep the tape that a call with these addresses has recorded."""
         self.misses += 1
         counts.misses += 1
         self.keep(addresses, tape)
 
-    def keep(self, addresses: tuple[int, ...], tape: Launches) -> None:
+    def keep(self, addresses: tuple[int, ...], tape: Tape) -> None:
         """Keep the tape of a call with these addresses."""
         if len(self.tapes) >= MOST_TAPES:
             self.tapes.clear()
@@ -130,8 +130,8 @@ class CallGroup:
 
         `sources` are arena, scratch, inputs and state; `tensors` are these and what the results lie in, of `addresses`.
         """
-        tape = Launches()
-        with launch.recording(tape), Record(self.places, (*sources[:FIRST], *results), tape) as watch:
+        tape = Tape()
+        with launch.recording(tape), TapeRecorder(self.places, (*sources[:FIRST], *results), tape) as watch:
             found, saved = run()
         places = [None if x is None else place_of(x, (*sources, *results)) for x in saved]
         needed = sorted({place.number for place in places if place is not None})
@@ -142,9 +142,9 @@ class CallGroup:
         self.usable = watch.usable and in_place and same and not {-1, SCRATCH} & set(needed)
         self.needed, self.saved_places, self.recorded = needed, located, True
         self.add(addresses, tape)
-        self.relative = None
-        with contextlib.suppress(Fixed):
-            self.relative = Relative(tape, tensors)
+        self.relocatable = None
+        with contextlib.suppress(NotRelocatable):
+            self.relocatable = RelocatableTape(tape, tensors)
         return found, saved
 
     def saved(self, sources: Sequence[torch.Tensor | None]) -> Tensors:
@@ -186,7 +186,7 @@ def specification(tensors: Sequence[torch.Tensor | None]) -> list[Any]:
     return [None if x is None else (x.shape, x.stride(), x.dtype) for x in tensors]
 
 
-def play(
+def run_or_play(
     prepare: Callable[[], Function],
     key: Any,
     inputs: Tensors,
@@ -257,7 +257,7 @@ def relaunch(key: Any, tensors: Sequence[torch.Tensor], run: Callable[[], None])
     elif counts.enough():
         run()
     else:
-        launches = Launches()
+        launches = Tape()
         with launch.recording(launches):
             run()
         if group is None:

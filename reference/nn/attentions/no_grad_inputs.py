@@ -10,7 +10,7 @@ from reference.ops.attentions.attention_packed import Maps
 Tensor = torch.Tensor | None
 
 
-class Reads(NamedTuple):
+class NoGradInputs(NamedTuple):
     """In the order of a context's `reads`; None where nothing is read.
 
     Attributes:
@@ -49,19 +49,19 @@ class Reads(NamedTuple):
     step_hidden: Tensor = None
 
     @staticmethod
-    def of(reads: Any) -> "Reads":
+    def of(reads: Any) -> "NoGradInputs":
         """Those of a context, which has none at all where nothing is read."""
-        return reads or NO_READS
+        return reads or NO_INPUTS
 
     def maps(self) -> tuple[Maps, Maps]:
         """Of queries and of keys."""
         return self._part(Maps, "q"), self._part(Maps, "kv")
 
-    def with_maps(self, of_q: Maps, of_kv: Maps) -> "Reads":
+    def with_maps(self, of_q: Maps, of_kv: Maps) -> "NoGradInputs":
         """These, and the maps of packed sequences."""
         return self._with("q", of_q)._with("kv", of_kv)
 
-    def with_step(self, step: StepTensors) -> "Reads":
+    def with_step(self, step: StepTensors) -> "NoGradInputs":
         """These, and what a step with a cache reads."""
         return self._with("step", step)
 
@@ -73,9 +73,9 @@ class Reads(NamedTuple):
         """The tensors of a NamedTuple of `cls`, whose names here begin with `prefix`."""
         return cls(*[getattr(self, f"{prefix}_{name}") for name in cls._fields])
 
-    def _with(self, prefix: str, part: Any) -> "Reads":
+    def _with(self, prefix: str, part: Any) -> "NoGradInputs":
         """These, and the tensors of `part`."""
         return self._replace(**{f"{prefix}_{name}": x for name, x in zip(part._fields, part, strict=True)})
 
 
-NO_READS = Reads()
+NO_INPUTS = NoGradInputs()

@@ -7,16 +7,16 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from reference.arguments import MASK_TYPES
 from reference.memory.recompute import Run
-from reference.nn.attentions import attention_around, attention_block, head_norms
+from reference.nn.attentions import head_norms, multihead_around_torch, multihead_pair
 from reference.nn.attentions.apply_rotary import angles_of
-from reference.nn.attentions.attention_block import Plan
 from reference.nn.attentions.attention_options import NO_OPTIONS, Options
-from reference.nn.attentions.attention_reads import NO_READS, Reads
-from reference.nn.attentions.core_attention import CorePlan, Mask, full_mask
-from reference.nn.attentions.core_call import Call, cached_call_of, call_of, context_of
-from reference.nn.attentions.core_pair import Plan as CorePairPlan
 from reference.nn.attentions.dot_product_attention import DotProductAttention
+from reference.nn.attentions.dot_product_pair import Plan as CorePairPlan
+from reference.nn.attentions.dot_product_plan import Call, cached_call_of, call_of, context_of
+from reference.nn.attentions.exact_attention import CorePlan, Mask, full_mask
 from reference.nn.attentions.inference_step import Cached
+from reference.nn.attentions.multihead_pair import Plan
+from reference.nn.attentions.no_grad_inputs import NO_INPUTS, NoGradInputs
 from reference.nn.attentions.packing import positions_of
 from reference.nn.core.autograd import differentiable, wanted
 from reference.nn.core.checks import Shape, Window
@@ -53,6 +53,8 @@ def norm_class(norm: torch.nn.Module) -> type[torch.nn.Module]:
 
 def is_block(module: Any) -> bool:
     """Whether a `MultiheadAttention` runs as a block; if not, because a part is observed or replaced, its parts do."""
+    if module.tp_size > 1:  # of which no function of the block knows
+        return False
     modules = module._modules
     first, core, proj = modules[module._first_name], modules["core_attention"], modules["proj"]
     if not uses_default_forward(core, DotProductAttention):
@@ -90,7 +92,7 @@ def prepared(
     """Of a forward whose arguments are checked; the tensors are those of `Given`, as far as there are any.
 
     Without `dropout` no residual is added, either. `dtype`: T. `run` is None where nobody has asked yet. Where PyTorch
-    differentiates attention (`attention_around.by_torch`) the plan is for `attention_around.run`.
+    differentiates attention (`multihead_around_torch.by_torch`) the plan is for `multihead_around_torch.run`.
     """
     modules = module._modules
     first, core, proj = modules[module._first_name], modules["core_attention"], modules["proj"]
@@ -98,7 +100,7 @@ def prepared(
     contexts = [first.context(dtype, is_first_microbatch, run)]
     core_plan: CorePlan = core.core_plan(mask_type, module.window_size if window is None else window)
     is_exact = dtype != torch.float32 and core.attention_backend == "exact"  # spares most layers the call
-    of_torch = not is_exact and attention_around.by_torch(module, dtype, recomputes)
+    of_torch = not is_exact and multihead_around_torch.by_torch(module, dtype, recomputes)
     fp8 = None if of_torch else context_of(core, dtype, x.device, run)
     call, cached = _called(module, core_plan, x, source, mask, angles, options, of_torch or fp8 is not None)
     core_plan, reads, added, longest = call
@@ -155,7 +157,7 @@ def prepared(
         norms,
     )
     state = None if generator is None or p == 0 else generator.take()  # not inside the pair: a compiler cannot trace it
-    context = BlockContext(tuple(contexts), (state, core_state), () if reads is NO_READS else reads)
+    context = BlockContext(tuple(contexts), (state, core_state), () if reads is NO_INPUTS else reads)
     return plan, context, tensors
 
 
@@ -175,9 +177,9 @@ def run_block(
     """h of x, with `norm(x)` as a second result where it is returned; arguments of `prepared`."""
     given = (x, mask, mask_type, dropout, is_first_microbatch, source, angles, recomputes, *rest)
     plan, context, tensors = prepared(module, dtype, *given)
-    if attention_around.by_torch(module, dtype, recomputes):
-        return attention_around.run(module._modules["core_attention"], plan, context, tensors, recomputes)
-    return differentiable(attention_block.forward, attention_block.backward, plan, context, *tensors)
+    if multihead_around_torch.by_torch(module, dtype, recomputes):
+        return multihead_around_torch.run(module._modules["core_attention"], plan, context, tensors, recomputes)
+    return differentiable(multihead_pair.forward, multihead_pair.backward, plan, context, *tensors)
 
 
 def _called(
@@ -202,7 +204,7 @@ def _called(
         call = cached_call_of(core, core_plan, step, x)
     elif options is NO_OPTIONS and type(mask) is not tuple and core.softmax_type == "vanilla":
         hidden = full_mask(mask_type, mask)
-        reads = NO_READS if hidden is of_q is None else Reads(hidden, angles_q=of_q, angles_k=of_k)
+        reads = NO_INPUTS if hidden is of_q is None else NoGradInputs(hidden, angles_q=of_q, angles_k=of_k)
         call = Call(core_plan, reads)
     else:
         shape, tokens = sizes_of(module, x, x if source is None else source, options)

@@ -6,15 +6,15 @@ from typing import Any
 import torch
 
 from optimized.cuda import precompile
-from optimized.tapes.calls import CallGroup, Function, play, specification
+from optimized.tapes.call_groups import CallGroup, Function, run_or_play, specification
 from reference.nn.core import autograd
 from reference.support.nested import Tensors, flatten, rebuild
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter, type(None)}
 
 
-class Player(autograd.Plain):
-    """What `optimized` registers in `reference.nn.core.autograd`, in place of `Plain`, which always runs a pair."""
+class TapeRunner(autograd.Runner):
+    """What `optimized` registers in `reference.nn.core.autograd`, in place of `Runner`, which always runs a pair."""
 
     def prepare(self, pair: Any, plan: Any, context: Any, tensors: Tensors, backward: Any) -> None:
         precompile.compile_plain(pair, backward, plan, context, tensors)
@@ -43,7 +43,7 @@ class Player(autograd.Plain):
 
         compile_both = functools.partial(precompile.compile_pair, pair, backward, plan, context, tensors)
         key = (pair, plan, form, tensors[0].device.index, *specification(inputs), *specification(context.reads))  # type: ignore[union-attr]
-        out, saved, group = play(lambda: run, key, inputs, state, compile_both)
+        out, saved, group = run_or_play(lambda: run, key, inputs, state, compile_both)
         out = out if len(out) > 1 else out[0]  # type: ignore[assignment]
         if group is None:
             return out, saved, ran[0]
@@ -67,7 +67,7 @@ class Player(autograd.Plain):
         state, changed = context.state(backward=True)
         # The group stands for the plan, and for the shapes and dtypes of what was saved.
         key = (pair, group, *specification(grads))
-        results, _, played = play(prepare, key, (*grads, *saved), state)
+        results, _, played = run_or_play(prepare, key, (*grads, *saved), state)
         if played is not None and changed:
             torch.autograd.graph.increment_version(changed)
         return results

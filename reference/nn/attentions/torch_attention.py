@@ -8,7 +8,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from reference.arguments import MASK_TYPES
 from reference.nn.attentions.attention_bias import alibi
-from reference.nn.attentions.core_attention import CorePlan, Qkv
+from reference.nn.attentions.exact_attention import CorePlan, Qkv
 from reference.ops.attentions.attention import NO_LIMIT, limits
 from reference.support.nested import Tensors
 from reference.support.notice import say_once

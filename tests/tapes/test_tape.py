@@ -14,13 +14,13 @@ import torch
 from shared.driver_stub import STREAM, Cuda, arguments
 
 from optimized.cuda import launch
-from optimized.tapes import launches
-from optimized.tapes.launches import Copy, Launches
+from optimized.tapes import tape as tape_module
+from optimized.tapes.tape import Copy, Tape
 
 
 def test_recorded_launches_keep_their_own_arguments(cuda: Cuda) -> None:
     kernel, struct = launch.function("f", "one"), np.array([41, 42], np.int32)
-    outer, inner = Launches(), Launches()
+    outer, inner = Tape(), Tape()
     with launch.recording(outer):
         launch.launch(kernel, (3,), (32,), [np.int32(1), launch.by_value(struct)], 16, device=0)
         with launch.recording(inner):
@@ -81,20 +81,20 @@ def capture(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> Cuda:
     monkeypatch.setattr(torch.cuda, "ExternalStream", lambda pointer, device: ("stream", pointer, device))
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: within("current", stream))
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
-    monkeypatch.setattr(torch.cuda, "MemPool", lambda: f"pool {len(launches._pools)}", raising=False)
+    monkeypatch.setattr(torch.cuda, "MemPool", lambda: f"pool {len(tape_module._pools)}", raising=False)
     monkeypatch.setattr(torch.cuda, "use_mem_pool", lambda pool, device: within("memory", pool, device), raising=False)
     return cuda
 
 
 def test_the_third_time_they_become_a_graph(capture: Cuda) -> None:
-    tape = Launches()
+    tape = Tape()
     for _ in range(3):
         tape.append(Entry(capture))
     for _ in range(2):
         tape.play(0)
         assert capture.of("again")[-3:] == [("again", STREAM)] * 3
         assert not capture.of("graph", "begin")
-    launches._retired.append("old graph")
+    tape_module._retired.append("old graph")
     capture.calls.clear()
     tape.play(0)
     assert capture.calls == [
@@ -109,7 +109,7 @@ def test_the_third_time_they_become_a_graph(capture: Cuda) -> None:
         ("current over",),
         ("graph", "graph", STREAM),
     ]
-    assert launches._retired == []
+    assert tape_module._retired == []
     capture.calls.clear()
     tape.play(0)
     assert capture.calls == [("device", 0), ("graph", "graph", STREAM)]
@@ -126,12 +126,12 @@ def test_the_third_time_they_become_a_graph(capture: Cuda) -> None:
     # Where it may be destroyed, it is.
     del tape
     gc.collect()
-    (retired,) = launches._retired
+    (retired,) = tape_module._retired
     assert retired.graphExec == "graph"
 
 
 def test_what_never_becomes_a_graph(capture: Cuda) -> None:
-    two, foreign = Launches(), Launches()
+    two, foreign = Tape(), Tape()
     for _ in range(2):
         two.append(Entry(capture))
     for capturable in (True, False, True):
@@ -140,7 +140,7 @@ def test_what_never_becomes_a_graph(capture: Cuda) -> None:
         two.play(0)
         foreign.play(0)
     capture.capturing = True
-    captured = Launches()
+    captured = Tape()
     for _ in range(3):
         captured.append(Entry(capture))
     for _ in range(6):
@@ -149,11 +149,11 @@ def test_what_never_becomes_a_graph(capture: Cuda) -> None:
     assert len(capture.of("again")) == 6 * (2 + 3 + 3)
     del two
     gc.collect()
-    assert launches._retired == []
+    assert tape_module._retired == []
 
 
 def test_launches_on_another_device(capture: Cuda) -> None:
-    tape = Launches()
+    tape = Tape()
     for _ in range(5):
         tape.append(Entry(capture))
     for _ in range(3):
@@ -171,7 +171,7 @@ def test_a_capture_that_fails_ends(capture: Cuda) -> None:
             if stream == 0xCA9:
                 raise RuntimeError("no")
 
-    tape = Launches()
+    tape = Tape()
     for _ in range(3):
         tape.append(Fails(capture))
     tape.play(0)
@@ -184,12 +184,12 @@ def test_a_capture_that_fails_ends(capture: Cuda) -> None:
 
 def test_graphs_of_a_stream_share_their_memory(capture: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
     for device, stream in ((0, 1), (0, 1), (0, 2), (1, 1)):
-        with launches._memory(device, stream):
+        with tape_module._memory(device, stream):
             pass
     pools = [call[1:] for call in capture.of("memory")]
     assert pools == [("pool 0", 0), ("pool 0", 0), ("pool 1", 0), ("pool 2", 1)]
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
-    with launches._memory(0, 3):
+    with tape_module._memory(0, 3):
         pass
     assert len(capture.of("memory")) == 4
-    assert len(launches._pools) == 3
+    assert len(tape_module._pools) == 3

@@ -1,4 +1,4 @@
-"""What the arguments of a forward mean for attention's core: how to attend, and which tensors that takes."""
+"""What the arguments of `DotProductAttention.forward` mean: how to attend, and which tensors that takes."""
 
 from typing import Any, NamedTuple
 
@@ -7,13 +7,12 @@ import torch
 from reference.memory.recompute import Run, current_run
 from reference.nn.attentions.attention_lengths import lengths_alibi, lengths_mask, lengths_of_masks
 from reference.nn.attentions.attention_options import Options
-from reference.nn.attentions.attention_reads import NO_READS, Reads
-from reference.nn.attentions.core_attention import CorePlan, full_mask
+from reference.nn.attentions.exact_attention import CorePlan, full_mask
 from reference.nn.attentions.inference_step import StepTensors
+from reference.nn.attentions.no_grad_inputs import NO_INPUTS, NoGradInputs
 from reference.nn.attentions.packing import maps_of
 from reference.nn.core.checks import Shape
 from reference.nn.core.context import ModuleContext
-from reference.ops.attentions.attention_packed import MOST_CHANNELS
 
 
 class Call(NamedTuple):
@@ -27,7 +26,7 @@ class Call(NamedTuple):
     """
 
     core: CorePlan
-    reads: Reads
+    reads: NoGradInputs
     added: torch.Tensor | None = None
     longest: tuple[int, int] | None = None
 
@@ -48,32 +47,31 @@ def call_of(
     mask; of ALiBi's slopes then a bias, where each sequence has a diagonal of its own. `tokens`: of queries and of keys
     in "thd".
     """
-    kind, (bias, lengths, _) = core.mask_type, options
+    mask_type, (bias, lengths, _) = core.mask_type, options
     added, slopes, counts = bias.values, None, None
     if bias.given:
-        core = core._replace(bias=bias.kind)
+        core = core._replace(bias=bias.bias_type)
         slopes = module.slopes(bias, x.device)
     elif module.softmax_type != "vanilla":
         core, added = core._replace(softmax=module.softmax_type), module.sinks(x.device)
-    if lengths.given and lengths.read_by(kind):
+    if lengths.given and lengths.read_by(mask_type):
         counts = lengths.counts()
     else:
-        counts = lengths_of_masks(kind, core.window, mask, shape[0], bias.kind)
+        counts = lengths_of_masks(mask_type, core.window, mask, shape[0], bias.bias_type)
     of_entries: Any = (None, None)
     if counts is None:
-        mask = full_mask(kind, mask)
+        mask = full_mask(mask_type, mask)
     elif not by_mask:
         of_entries, mask = counts, None
     else:
-        if slopes is not None and (alibi := lengths_alibi(slopes, kind, counts, shape)) is not None:
+        if slopes is not None and (alibi := lengths_alibi(slopes, mask_type, counts, shape)) is not None:
             added, slopes = alibi, None
-        kind, window, mask = lengths_mask(kind, core.window, counts, shape)
-        core = core._replace(mask_type=kind, window=window)
-    reads = Reads(mask, slopes, *of_entries)
+        mask_type, window, mask = lengths_mask(mask_type, core.window, counts, shape)
+        core = core._replace(mask_type=mask_type, window=window)
+    reads = NoGradInputs(mask, slopes, *of_entries)
     if tokens is None:
         return Call(core, reads, added)
-    channels = max(module.hidden_size_per_attention_head_k, module.hidden_size_per_attention_head_v)
-    if by_mask or channels > MOST_CHANNELS:
+    if by_mask:
         return Call(core, reads.with_maps(*maps_of(lengths, tokens)), added)
     starts = dict(zip(("q_starts", "kv_starts"), lengths.starts(), strict=True))
     return Call(core, reads._replace(**starts), added, (lengths.max_q, lengths.max_kv))
@@ -81,7 +79,7 @@ def call_of(
 
 def cached_call_of(module: Any, core: CorePlan, step: StepTensors, x: torch.Tensor) -> Call:
     """The call of a `DotProductAttention` with a cache."""
-    reads = NO_READS.with_step(step)
+    reads = NO_INPUTS.with_step(step)
     if module.softmax_type == "vanilla":
         return Call(core, reads)
     return Call(core._replace(softmax=module.softmax_type), reads, module.sinks(x.device))

@@ -1,0 +1,66 @@
+"""Cases of `norm_cast_blocks_transpose`."""
+
+from collections.abc import Iterator
+from functools import partial
+from itertools import product
+
+import torch
+
+from optimized.recordings.calls import BF16, E4M3, FP32, Call, Calls, Inputs
+from optimized.recordings.case import FP8, WIDE, Case, Outputs, named, numbers, short
+from reference.ops.casts.cast_blocks import DIALECTS
+from reference.ops.norms.norm import KINDS
+
+twin = torch.ops.twin
+
+
+def _casts(shape: tuple[int, int], dtype: torch.dtype, kind: str, device: torch.device) -> Outputs:
+    x = numbers(shape, dtype, 131).to(device)
+    weight, bias = (numbers((1, shape[1]), dtype, seed)[0].to(device) for seed in (132, 133))
+    norm = (x, weight, bias if kind == "layernorm" else None, 1e-5, True, kind)
+    found: Outputs = {}
+    for target in FP8:
+        names = " ".join(f"{name}.{short(target)}" for name in ("q", "q_t", "s", "s_t", "mean", "rstd"))
+        found |= named(names, twin.norm_cast_blocks_transpose(*norm, target, "power_of_two", 0.0))
+    return found
+
+
+def cases() -> Iterator[Case]:
+    for kind, dtype, shape in product(KINDS, WIDE, ((1, 16), (300, 144), (130, 2064))):
+        title = f"{short(dtype)} {'x'.join(map(str, shape))}"
+        yield Case(f"{kind} cast in blocks", title, partial(_casts, shape, dtype, kind), live=True)
+
+
+def _call(
+    c: Inputs,
+    kind: str,
+    rows: int,
+    hidden: int,
+    dtype: torch.dtype = BF16,
+    q: torch.dtype = E4M3,
+    dialect: str = "power_of_two",
+    start: int = 0,
+    weights: torch.dtype | None = None,
+) -> Call:
+    weight, bias = (c.x(hidden, dtype=weights or dtype, start=start) for _ in range(2))
+    x = c.x(rows, hidden, dtype=dtype, start=start, special=rows > 100)
+    beta = bias if kind == "layernorm" and rows % 4 else None
+    return Call(twin.norm_cast_blocks_transpose, (x, weight, beta, 1e-5, bool(rows % 2), kind, q, dialect, 0.0))
+
+
+def calls(c: Inputs) -> Calls:
+    for kind, dtype, q in product(KINDS, WIDE, FP8):
+        yield _call(c, kind, 131, 144, dtype, q)
+    for kind, dtype, warps in product(KINDS, WIDE, (1, 2, 3, 4, 5, 6, 8, 12, 16)):
+        yield _call(c, kind, 3, 1024 * warps - 16 * (warps % 2), dtype)
+    for dialect in DIALECTS:
+        yield _call(c, "layernorm", 9, 48, dialect=dialect)
+    for rows, hidden, start in ((0, 16, 0), (1, 16, 0), (3, 16400, 0), (3, 1040, 1), (128, 256, 0), (57, 80, 0)):
+        yield _call(c, "layernorm", rows, hidden, start=start)
+    for weights in WIDE:
+        yield _call(c, "rmsnorm", 5, 64, weights=weights)
+
+
+def sized(c: Inputs, rows: int, cols: int) -> Calls:
+    for kind, dtype in product(KINDS, (BF16, FP32)):
+        yield _call(c, kind, rows, cols, dtype)

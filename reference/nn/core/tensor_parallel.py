@@ -1,0 +1,180 @@
+"""Layers whose linear maps ranks share (`reference.parallel.tensor`): their group, parts of weights, checks."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from reference.arguments import check_arguments
+from reference.nn.core.parameters import InitMethod
+from reference.parallel.tensor import Shared, cut_of, part_of
+from reference.support import groups
+
+
+class TensorParallel:
+    """A layer that takes a tensor-parallel group.
+
+    Attributes:
+        tp_size: how many ranks share its maps; 1 where none does.
+        tp_name: the group's name; None without one. A group itself could not be copied or pickled with the layer.
+        sequence_parallel: whether each rank has its own tokens outside of the maps.
+    """
+
+    tp_size = 1
+    tp_name: str | None = None
+    sequence_parallel = False
+
+    def take_tensor_group(self, tp_group: Any, tp_size: int, sequence_parallel: bool) -> None:
+        """What a constructor was given, before it makes parameters: the size of a group counts, as in TE."""
+        self.tp_size = int(tp_size) if tp_group is None else dist.get_world_size(tp_group)
+        self.sequence_parallel = sequence_parallel and self.tp_size > 1
+        self.tp_name = groups.name_of(tp_group) if tp_group is not None and self.tp_size > 1 else None
+
+    @property
+    def tp_group(self) -> Any:
+        """The process group, where it has several ranks; else None."""
+        return None if self.tp_name is None else groups.group_of(self.tp_name)
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """Give the group after the layer was made, as Megatron-LM does: one of `tp_size` ranks, or None."""
+        layer: Any = self
+        self._take_group(tp_group)
+        layer._take_roles()
+        layer._precision = layer._found = None
+        layer._wide.clear()
+
+    def _take_group(self, tp_group: Any) -> None:
+        name = type(self).__name__
+        check_arguments(name, {"tp_group": tp_group})
+        size = 1 if tp_group is None else dist.get_world_size(tp_group)
+        if tp_group is not None and size != self.tp_size:
+            raise ValueError(
+                f"{name}: tp_group=<a process group of {size} ranks>; the layer was made for tp_size={self.tp_size}, "
+                f"a group of as many ranks is accepted."
+            )
+        self.tp_name = groups.name_of(tp_group) if size > 1 else None
+
+    def shared(self, splits_input: bool, sizes: tuple[int, ...]) -> Shared | None:
+        """How the ranks share a map, whose chain takes pieces of K of these sizes on each."""
+        if self.tp_size == 1 or self.tp_name is None:
+            return None
+        return Shared(self.tp_name, splits_input, self.sequence_parallel, sizes)
+
+    def divided(self, name: str, size: int, why: str) -> int:
+        """A rank's part of `size`, an argument of the constructor that is called `name`."""
+        if size % self.tp_size:
+            raise ValueError(
+                f"{type(self).__name__}: {name}={size} with tp_size={self.tp_size}{why}; a multiple of {self.tp_size} "
+                f"is accepted."
+            )
+        return size // self.tp_size
+
+    def check_parallel_mode(self) -> None:
+        """Refuse what no layer of several maps is offered for."""
+        layer: Any = self
+        name, here = type(self).__name__, f"tp_size={self.tp_size}"
+        if self.tp_size > 1 and not layer.set_parallel_mode:
+            raise ValueError(f"{name}: {here} with set_parallel_mode=False; True is accepted.")
+        if self.tp_size > 1 and layer.quantized_init is not None:
+            raise NotImplementedError(
+                f"{name}: {here} in quantized_model_init is not offered; a layer that is made outside is accepted."
+            )
+
+    # --- weights -------------------------------------------------------------------------------------
+
+    def partitions(self) -> Mapping[str, tuple[int, tuple[int, ...]]]:
+        """Parameter → the dimension along which ranks have parts of it, and the sizes of the pieces of this rank's."""
+        return {}
+
+    def mark_parameters(self) -> None:
+        """Set Megatron's attributes of parameters, by which it tells parts from copies."""
+        layer: Any = self
+        if self.tp_size > 1:
+            for name, (dim, sizes) in self.partitions().items():
+                if (parameter := layer._parameters.get(name)) is not None:
+                    parameter.tensor_model_parallel = True
+                    parameter.partition_dim, parameter.partition_stride = dim, len(sizes)
+
+    def of_part(self, name: str, init_method: InitMethod) -> Callable[[torch.Tensor], Any]:
+        """An initialisation of this rank's part: the whole weight is drawn, as one process draws it, and cut.
+
+        All ranks have the weights of one process if they draw from one seed. Without a group there is no rank to cut
+        for: the part itself is drawn.
+        """
+        found = self.partitions().get(name)
+        if self.tp_size == 1 or self.tp_name is None or found is None:
+            return init_method
+        dim, sizes = found
+        rank, count = dist.get_rank(self.tp_group), self.tp_size
+
+        def fill(weight: torch.Tensor) -> None:
+            shape = list(weight.shape)
+            shape[dim] *= count
+            whole = torch.empty(shape, dtype=weight.dtype, device=weight.device)
+            init_method(whole)
+            with torch.no_grad():
+                weight.copy_(part_of(whole, dim, sizes, rank, count))
+
+        return fill
+
+    # --- checks --------------------------------------------------------------------------------------
+
+    def check_shared(self, precision: Any) -> None:
+        """Refuse a forward whose chains would not have the words of one process, before anything is changed."""
+        layer: Any = self
+        name, here = type(self).__name__, f"tp_size={self.tp_size}"
+        if self.tp_name is None:
+            if getattr(self, "parallel_mode", None) is None and not getattr(self, "set_parallel_mode", False):
+                return
+            raise RuntimeError(
+                f"{name}: {here} and no tp_group; set_tensor_parallel_group(group) before a forward is accepted."
+            )
+        if torch.compiler.is_compiling():
+            raise NotImplementedError(f"{name}: {here} under torch.compile is not offered; eager mode is accepted.")
+        if layer._parameter_device().type == "cuda":
+            raise NotImplementedError(
+                f"{name}: {here} on a GPU is not offered yet: accumulators do not travel between GPUs; a layer on the "
+                f"CPU is accepted."
+            )
+        for one in layer.roles.gemms:
+            if one.shared is None:
+                continue
+            gemm, row = precision.gemms[one.part], one.shared.splits_input
+            cut = cut_of(gemm.weight if row else gemm.grad, gemm.how.fprop if row else gemm.how.dgrad)
+            for size in one.shared.sizes:
+                if size % cut:
+                    raise ValueError(
+                        f"{name}: {here} gives a rank {size} {'columns' if row else 'rows'} of {one.parameter}, along "
+                        f"which sums go through the ranks; a multiple of {cut} is accepted under this recipe."
+                    )
+
+    def check_rows(self, inp: torch.Tensor, splits_input: bool) -> None:
+        """Refuse an input without a dimension for tokens, or one whose results cannot be scattered by rows."""
+        if not self.sequence_parallel:
+            return
+        accepted = f"a multiple of {self.tp_size}" if splits_input else "any number"
+        if inp.dim() < 2 or (splits_input and inp.shape[0] % self.tp_size):
+            raise ValueError(
+                f"{type(self).__name__}: inp has shape {list(inp.shape)} with sequence_parallel=True and "
+                f"tp_size={self.tp_size}; [sequence, ..., features] is accepted, the sequence {accepted}."
+            )
+
+    def lead(self, inp: torch.Tensor, gathers: bool, scatters: bool) -> tuple[int, ...]:
+        """The dimensions before a result's features, of an input's."""
+        if not self.sequence_parallel or gathers is scatters:
+            return tuple(inp.shape[:-1])
+        first = inp.shape[0] * self.tp_size if gathers else inp.shape[0] // self.tp_size
+        return (first, *inp.shape[1:-1])
+
+
+class TensorParallelParts(TensorParallel):
+    """A layer that is made of such layers, which have the group."""
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """Give the group to the layer's parts; as theirs."""
+        layer: Any = self
+        self._take_group(tp_group)
+        for part in layer.children():
+            if isinstance(part, TensorParallel) and part.tp_size > 1:
+                part.set_tensor_parallel_group(tp_group)

@@ -1,0 +1,1 @@
+"""Training on several ranks with the words of one."""

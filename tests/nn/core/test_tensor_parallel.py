@@ -1,0 +1,414 @@
+"""Layers that ranks share have the words of one process: outputs, gradients, weights and scales after three steps."""
+
+import copy
+import io
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from shared.tensor_ranks import BF16, RECIPES, compare, in_one, numbers, on_ranks, part
+
+import reference as te
+from reference.inspect.statistics import collect_stats
+from reference.parallel import chain
+from reference.recipe import Float8CurrentScaling, Float8RowwiseScaling
+
+SEQUENCE, BATCH, IN, OUT = 12, 3, 512, 512
+
+
+def linear(
+    group: Any, count: int, rank: int, recipe: str, mode: str, sequence: bool, bias: bool, split: bool
+) -> dict[str, torch.Tensor]:
+    """Three steps with SGD."""
+    torch.manual_seed(5)
+    more: dict[str, Any] = {"parameters_split": {"a_": OUT // 2, "b_": OUT // 2}} if split else {}
+    layer = te.Linear(
+        IN, OUT, bias=bias, params_dtype=BF16, tp_group=group, parallel_mode=mode, sequence_parallel=sequence, **more
+    )
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.25)
+    found: dict[str, torch.Tensor] = {}
+    for step in range(3):
+        x = numbers(step, SEQUENCE, BATCH, IN)
+        g = numbers(100 + step, SEQUENCE, BATCH, OUT, scale=2.0**-7)
+        x_dim, g_dim = (0 if sequence else None, 2) if mode == "column" else (2, 0 if sequence else None)
+        x, g = part(x, x_dim, rank, count), part(g, g_dim, rank, count, 2 if split and g_dim == 2 else 1)
+        x.requires_grad_()
+        with te.autocast(enabled=RECIPES[recipe] is not None, recipe=RECIPES[recipe]):
+            y = layer(x)
+        y.backward(g)
+        found |= {f"{step}.y": y.detach(), f"{step}.dx": x.grad}
+        found |= {f"{step}.{name}.grad": p.grad.clone() for name, p in layer.named_parameters()}  # type: ignore[union-attr]
+        optimizer.step()
+        optimizer.zero_grad()
+    found |= {name: p.detach() for name, p in layer.named_parameters()}
+    if recipe == "delayed":
+        for key in ("scaling_fwd", "scaling_bwd"):
+            meta = layer.fp8_meta[key]
+            found |= {f"{key}.scale": meta.scale, f"{key}.history": meta.amax_history}
+    return found
+
+
+def normed(group: Any, count: int, rank: int, recipe: str, kind: str, sequence: bool, more: Any) -> dict[str, Any]:
+    """Three steps of a layer that begins with a norm."""
+    torch.manual_seed(7)
+    of_all: dict[str, Any] = {"params_dtype": BF16, "tp_group": group, "sequence_parallel": sequence, **dict(more)}
+    layer: Any
+    if kind == "LayerNormLinear":
+        layer = te.LayerNormLinear(IN, OUT, parallel_mode="column", **of_all)
+    else:
+        layer = te.LayerNormMLP(IN, OUT, set_parallel_mode=True, **of_all)
+    with torch.no_grad():
+        layer.layer_norm_weight.copy_(1 + numbers(3, IN, scale=2.0**-6))
+    y_dim = 2 if kind == "LayerNormLinear" else 0 if sequence else None
+    return steps(layer, recipe, rank, count, 0 if sequence else None, y_dim, (IN, OUT if y_dim == 2 else IN))
+
+
+def steps(
+    layer: Any, recipe: str, rank: int, count: int, x_dim: int | None, y_dim: int | None, sizes: tuple[int, int]
+) -> dict[str, torch.Tensor]:
+    """Three steps with SGD: y, dx, gradients, then parameters and scales."""
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.25)
+    found: dict[str, torch.Tensor] = {}
+    for step in range(3):
+        x = part(numbers(step, SEQUENCE, BATCH, sizes[0], scale=2.0**-3), x_dim, rank, count).requires_grad_()
+        g = part(numbers(100 + step, SEQUENCE, BATCH, sizes[1], scale=2.0**-7), y_dim, rank, count)
+        with te.autocast(enabled=RECIPES[recipe] is not None, recipe=RECIPES[recipe]):
+            y = layer(x)
+        y.backward(g)
+        found |= {f"{step}.y": y.detach(), f"{step}.dx": x.grad}  # type: ignore[dict-item]
+        found |= {f"{step}.{name}.grad": p.grad.clone() for name, p in layer.named_parameters()}
+        optimizer.step()
+        optimizer.zero_grad()
+    found |= {name: p.detach() for name, p in layer.named_parameters()}
+    for name, module in layer.named_modules():
+        for key in ("scaling_fwd", "scaling_bwd") if recipe == "delayed" and hasattr(module, "fp8_meta") else ():
+            if key in module.fp8_meta:
+                meta = module.fp8_meta[key]
+                found |= {f"{name}.{key}.scale": meta.scale, f"{name}.{key}.history": meta.amax_history}
+    return found
+
+
+def dims_of_normed(case: tuple[Any, ...], name: str) -> Any:
+    _, kind, sequence, more = case
+    if name.endswith((".y", ".dx")):
+        return 2 if name.endswith(".y") and kind == "LayerNormLinear" else 0 if sequence else None
+    if "scaling" in name or "layer_norm" in name or "fc2_bias" in name:
+        return None
+    gated = dict(more).get("activation") in ("swiglu",)
+    return 1 if "fc2_weight" in name else (0, 2 if gated else 1)
+
+
+NORMED = {
+    f"{kind}{' sequence' * sequence} {recipe} {more}": (recipe, kind, sequence, tuple(more.items()))
+    for recipe in RECIPES
+    for sequence in (False, True)
+    for kind, more in (
+        ("LayerNormLinear", {}),
+        ("LayerNormLinear", {"normalization": "RMSNorm", "bias": False}),
+        ("LayerNormMLP", {}),
+        ("LayerNormMLP", {"activation": "swiglu", "normalization": "RMSNorm", "bias": False}),
+        ("LayerNormMLP", {"activation": "swiglu"}),
+    )
+}
+FAST_NORMED = {name: case for name, case in NORMED.items() if case[2] and len(case[3]) != 2}
+
+
+def attention(
+    group: Any, count: int, rank: int, recipe: str, kind: str, sequence: bool, more: Any, width: int = IN
+) -> dict[str, torch.Tensor]:
+    """Three steps of `MultiheadAttention` or `TransformerLayer`, with dropout."""
+    torch.manual_seed(9)
+    of_all: dict[str, Any] = {"params_dtype": BF16, "tp_group": group, "sequence_parallel": sequence}
+    of_all |= {"set_parallel_mode": True, "attention_dropout": 0.2, **dict(more)}
+    layer: Any
+    if kind == "MultiheadAttention":
+        layer = te.MultiheadAttention(width, 8, **of_all)
+    else:
+        layer = te.TransformerLayer(width, 2 * width, 8, hidden_dropout=0.3, **of_all)
+    torch.manual_seed(11)
+    tokens = 0 if sequence else None
+    return steps(layer, recipe, rank, count, tokens, tokens, (width, width))
+
+
+def dims_of_attention(case: tuple[Any, ...], name: str) -> Any:
+    _, _, sequence, more, *_ = case
+    if name.endswith((".y", ".dx")):
+        return 0 if sequence else None
+    if "scaling" in name or "layer_norm" in name or "fc2_bias" in name or "proj.bias" in name:
+        return None
+    gated = dict(more).get("activation") in ("swiglu",)
+    return 1 if "fc2_weight" in name or "proj.weight" in name else (0, 2 if gated and "fc1" in name else 1)
+
+
+LLAMA = {
+    "normalization": "RMSNorm",
+    "bias": False,
+    "activation": "swiglu",
+    "num_gqa_groups": 4,
+    "fuse_qkv_params": True,
+}
+ATTENTION = {
+    f"{kind}{' sequence' * sequence} {recipe} {more}": (recipe, kind, sequence, tuple(more.items()))
+    for recipe in RECIPES
+    for sequence in (False, True)
+    for kind, more in (
+        ("MultiheadAttention", {"input_layernorm": True, "num_gqa_groups": 4}),
+        ("MultiheadAttention", {"fuse_qkv_params": True, "attn_mask_type": "no_mask", "return_bias": False}),
+        ("TransformerLayer", {}),
+        ("TransformerLayer", LLAMA),
+        ("TransformerLayer", {"parallel_attention_mlp": True, "fuse_qkv_params": True}),
+        ("TransformerLayer", {"apply_residual_connection_post_layernorm": True}),
+    )
+}
+FAST_ATTENTION = {
+    f"{recipe} {sequence} {more}": (recipe, "TransformerLayer", sequence, tuple(more.items()), 256)
+    for recipe, sequence, more in (
+        ("bf16", True, {}),
+        ("delayed", True, {}),
+        ("delayed", False, {"fuse_qkv_params": True}),
+        ("current", True, LLAMA | {"num_gqa_groups": 8}),
+        ("blocks", True, LLAMA | {"num_gqa_groups": 8}),
+    )
+}
+
+
+def dims(case: tuple[Any, ...], name: str) -> Any:
+    """The dimension along which ranks have parts of a tensor."""
+    _, mode, sequence, _, split = case
+    row = mode == "row"
+    if name.endswith(".y"):
+        return (0 if sequence else None) if row else (2, 2 if split else 1)
+    if name.endswith(".dx"):
+        return 2 if row else 0 if sequence else None
+    if "scaling" in name:
+        return None
+    if "bias" in name:
+        return None if row else 0
+    return 1 if row else 0
+
+
+CASES = {
+    f"{recipe} {mode}{' sequence' * sequence}{' bias' * bias}{' split' * split}": (recipe, mode, sequence, bias, split)
+    for recipe, (mode, sequence, bias, split) in itertools.product(
+        RECIPES,
+        [
+            *itertools.product(("column", "row"), (False, True), (False, True), (False,)),
+            ("column", True, True, True),
+            ("column", False, False, True),
+            ("row", True, False, True),
+        ],
+    )
+}
+FAST = {name: case for name, case in CASES.items() if case[2] is case[3]}
+
+
+def compare_cases(
+    count: int, folder: Path, cases: dict[str, tuple[Any, ...]], program: Any = linear, dims: Any = dims
+) -> None:
+    whole, found = in_one(program, cases), on_ranks(count, folder, program, cases)
+    for name, case in cases.items():
+        compare(name, whole[name], [one[name] for one in found], lambda tensor, case=case: dims(case, tensor))
+
+
+def test_a_linear_layer_that_two_ranks_share(tmp_path: Path) -> None:
+    compare_cases(2, tmp_path, FAST)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_linear_layer_in_every_form(count: int, tmp_path: Path) -> None:
+    # A rank of four has 64 rows of each half of a split weight: no multiple of a chain of split accumulation.
+    cases = {name: case for name, case in CASES.items() if count == 2 or case[0] == "bf16" or not case[4]}
+    compare_cases(count, tmp_path, cases)
+
+
+def test_layers_with_a_norm_that_two_ranks_share(tmp_path: Path) -> None:
+    compare_cases(2, tmp_path, FAST_NORMED, normed, dims_of_normed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 4])
+def test_layers_with_a_norm_in_every_form(count: int, tmp_path: Path) -> None:
+    compare_cases(count, tmp_path, NORMED, normed, dims_of_normed)
+
+
+def test_attention_and_layers_that_two_ranks_share(tmp_path: Path) -> None:
+    compare_cases(2, tmp_path, FAST_ATTENTION, attention, dims_of_attention)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 4])
+def test_attention_and_layers_in_every_form(count: int, tmp_path: Path) -> None:
+    # A rank of four has 64 rows of k and of v in parameters of their own: no multiple of a chain of split accumulation.
+    apart = {"input_layernorm": True, "num_gqa_groups": 4}
+    cases = {
+        name: case for name, case in ATTENTION.items() if count == 2 or case[0] == "bf16" or dict(case[3]) != apart
+    }
+    compare_cases(count, tmp_path, cases, attention, dims_of_attention)
+
+
+def others(group: Any, count: int, rank: int, what: str) -> dict[str, torch.Tensor]:
+    """One step in other ways than the tests above."""
+    torch.manual_seed(3)
+    given: dict[str, Any] = {"params_dtype": BF16, "set_parallel_mode": True, "sequence_parallel": True}
+    given |= {"tp_size": count} if what == "given later" else {"tp_group": group}
+    if what == "given later":  # there is no rank yet whose part of a weight could be drawn
+        given |= {"init_method": lambda w: w.fill_(0.01), "output_layer_init_method": lambda w: w.fill_(-0.02)}
+    layer = te.TransformerLayer(256, 512, 8, hidden_dropout=0.1, attention_dropout=0.1, **given)
+    if what == "given later" and group is not None:
+        layer.set_tensor_parallel_group(group)
+    if what == "copied":
+        layer = copy.deepcopy(layer)
+    if what == "pickled":
+        file = io.BytesIO()
+        torch.save(layer, file)
+        layer = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+    found: dict[str, torch.Tensor] = {}
+    torch.manual_seed(4)
+    for step, first in enumerate((True, False)):
+        x = part(numbers(step, SEQUENCE, BATCH, 256), 0, rank, count).requires_grad_()
+        with te.autocast(recipe=te.DelayedScaling(amax_history_len=1, reduce_amax=False)):
+            if what == "computed again":
+                y = te.checkpoint(layer, x)
+            else:
+                y = layer(x, is_first_microbatch=first if what == "microbatches" else None)
+        y.backward(part(numbers(9, SEQUENCE, BATCH, 256), 0, rank, count))
+        found |= {f"{step}.y": y.detach(), f"{step}.dx": x.grad}  # type: ignore[dict-item]
+    empty = layer(torch.zeros(0, BATCH, 256, dtype=BF16))
+    assert empty.shape == (0, BATCH, 256)
+    found |= {f"{name}.grad": p.grad for name, p in layer.named_parameters()}  # type: ignore[misc]
+    return found
+
+
+def test_other_ways_to_run_a_shared_layer(tmp_path: Path) -> None:
+    cases = {one: (one,) for one in ("given later", "copied", "pickled", "computed again", "microbatches")}
+    compare_cases(
+        2,
+        tmp_path,
+        cases,
+        others,
+        lambda _, name: dims_of_attention(("", "", True, ()), name),  # type: ignore[misc]
+    )
+
+
+def pairs(group: Any, count: int, rank: int, pair: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Two of four ranks share a layer, the other two another one; then without gradients, and statistics."""
+    if group is not None:
+        made = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        pair, (group, rank), count = rank // 2, (made[rank // 2], rank % 2), 2
+    torch.manual_seed(3)
+    given: dict[str, Any] = {"params_dtype": dtype, "set_parallel_mode": True, "sequence_parallel": True}
+    layer = te.LayerNormMLP(256, 512, tp_group=group, **given)
+    x = part(numbers(pair, SEQUENCE, BATCH, 256), 0, rank, count).to(dtype).requires_grad_()
+    found: dict[str, torch.Tensor] = {}
+    for step in range(2):
+        with te.autocast(recipe=te.DelayedScaling(amax_history_len=1, reduce_amax=False)):
+            y = layer(x)
+        y.sum().backward()
+        found |= {f"{step}.y": y.detach(), f"{step}.dx": x.grad.clone()}  # type: ignore[union-attr]
+    with torch.no_grad(), te.autocast(recipe=Float8CurrentScaling()):
+        found["2.y"] = layer(x.detach())
+    found |= {f"{name}.grad": p.grad for name, p in layer.named_parameters()}  # type: ignore[misc]
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_groups_of_some_ranks(dtype: torch.dtype, tmp_path: Path) -> None:
+    found = [one[""] for one in on_ranks(4, tmp_path, pairs, {"": (0, dtype)})]
+    for pair in range(2):
+        whole = in_one(pairs, {"": (pair, dtype)})[""]
+        of_pair = found[2 * pair : 2 * pair + 2]
+        compare(f"pair {pair}", whole, of_pair, lambda name: dims_of_normed(("", "", True, ()), name))
+
+
+def banded(group: Any, count: int, rank: int, recipe: str, mode: str, rows: int) -> dict[str, torch.Tensor]:
+    """A step with so many tokens that the sums go through the ranks in bands, the last of them short."""
+    torch.manual_seed(3)
+    split = {"parameters_split": ("a", "b")} if mode == "column" else {}
+    layer = te.Linear(512, 512, tp_group=group, parallel_mode=mode, params_dtype=BF16, **split)  # type: ignore[arg-type]
+    x = part(numbers(1, rows, 512), None if mode == "column" else 1, rank, count).requires_grad_()
+    with te.autocast(enabled=RECIPES[recipe] is not None, recipe=RECIPES[recipe]):
+        y = layer(x)
+    y.backward(part(numbers(2, rows, 512), 1 if mode == "column" else None, rank, count, 2 if mode == "column" else 1))
+    return {"y": y.detach(), "dx": x.grad}  # type: ignore[dict-item]
+
+
+def test_sums_go_through_the_ranks_in_bands(tmp_path: Path) -> None:
+    assert chain.bands(128 * chain.BANDS + 130)[-1] == (1024, 1154)
+    assert chain.bands(300) == [(0, 128), (128, 256), (256, 300)]
+    cases = {f"{recipe} {mode}": (recipe, mode, 301) for recipe in RECIPES for mode in ("column", "row")}
+    whole, found = in_one(banded, cases), on_ranks(2, tmp_path, banded, cases)
+    for name, (_, mode, _) in cases.items():
+        dims = {"y": (1, 2), "dx": None} if mode == "column" else {"y": None, "dx": 1}
+        compare(name, whole[name], [one[name] for one in found], dims.__getitem__)
+
+
+def refused(group: Any, count: int, rank: int) -> dict[str, torch.Tensor]:
+    """Calls that are refused, on each rank alike and before anything is changed."""
+    x = numbers(0, 4, 256)
+    for make, recipe, sentence in (
+        (lambda: te.Linear(96, 64, tp_group=group, parallel_mode="row", params_dtype=BF16), "delayed", "48 columns of"),
+        (lambda: te.Linear(96, 64, tp_group=group, parallel_mode="column", params_dtype=BF16), "current", "32 rows of"),
+        (lambda: te.Linear(96, 8, tp_group=group, parallel_mode="column", params_dtype=BF16), "bf16", "4 rows of"),
+        (lambda: te.Linear(128, 64, tp_group=group, parallel_mode="row", params_dtype=BF16), "blocks", "64 columns of"),
+        (lambda: te.Linear(256, 256, tp_size=2, parallel_mode="row"), "bf16", "tp_size=2 and no tp_group"),
+    ):
+        layer = make()
+        on = te.autocast(enabled=RECIPES[recipe] is not None, recipe=RECIPES[recipe])
+        with pytest.raises((ValueError, RuntimeError), match=rf"^Linear: .*{sentence}"), on:
+            layer(x[:, : layer.in_features])
+        assert not layer.fp8_meta.get("scaling_fwd") or not layer.fp8_meta["scaling_fwd"].amax_history.any()
+    odd = te.Linear(256, 64, tp_group=group, parallel_mode="row", sequence_parallel=True, params_dtype=BF16)
+    with pytest.raises(ValueError, match=r"^Linear: inp has shape \[3, 128\] .* the sequence a multiple of 2"):
+        odd(x[:3, :128])
+    rowwise = te.Linear(256, 256, tp_group=group, parallel_mode="row", params_dtype=BF16)
+    sentence = r"tensor parallelism with quantizers of .* DelayedScaling"
+    with pytest.raises(NotImplementedError, match=sentence), te.autocast(recipe=Float8RowwiseScaling()):
+        rowwise(x[:, :128])
+    for make, sentence in (
+        (lambda: te.Linear(64, 65, tp_group=group, parallel_mode="column"), "out_features=65 with tp_size=2 and"),
+        (lambda: te.LayerNormLinear(64, 64, tp_group=group, parallel_mode="row"), "parallel_mode='row' with tp_size=2"),
+        (lambda: te.LayerNormMLP(64, 64, tp_group=group), "tp_size=2 with set_parallel_mode=False"),
+        (lambda: _attention(group, num_gqa_groups=1), "num_gqa_groups=1 with tp_size=2"),
+        (lambda: _attention(group, qk_norm_type="RMSNorm"), "qk_norm_type='RMSNorm' with tp_size=2 is not offered"),
+        (lambda: _attention(group, softmax_type="learnable"), "softmax_type='learnable' with tp_size=2 is not"),
+        (
+            lambda: _attention(group, fuse_qkv_params=True, qkv_weight_interleaved=False),
+            "qkv_weight_interleaved=False with tp_size=2 is not offered",
+        ),
+    ):
+        with pytest.raises((ValueError, NotImplementedError), match=sentence):
+            make()
+    with (
+        te.quantized_model_init(recipe=RECIPES["delayed"]),
+        pytest.raises(NotImplementedError, match="is made outside"),
+    ):
+        te.Linear(256, 256, tp_group=group, parallel_mode="row")
+    shared = "^collect_stats: 0 is shared by the ranks of a tensor-parallel group"
+    with pytest.raises(NotImplementedError, match=shared), collect_stats(torch.nn.Sequential(rowwise)):
+        pass
+    with pytest.raises(NotImplementedError, match="core_attention_bias_type='alibi' with"):
+        _attention(group)(numbers(0, 4, 1, 256), core_attention_bias_type="alibi")
+    return {}
+
+
+def _attention(group: Any, **more: Any) -> te.MultiheadAttention:
+    return te.MultiheadAttention(256, 4, tp_group=group, set_parallel_mode=True, params_dtype=BF16, **more)
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    on_ranks(2, tmp_path, refused, {"": ()})
+
+
+def test_ranks_may_share_a_map_on_a_cpu_alone() -> None:
+    layer = te.Linear(256, 256, tp_size=2, parallel_mode="row", device="meta")
+    layer.tp_name = "some"
+    layer.to_empty(device="cpu")
+    layer._parameter_device = lambda: torch.device("cuda")  # type: ignore[method-assign]
+    with pytest.raises(
+        NotImplementedError, match=r"^Linear: tp_size=2 on a GPU is not offered yet: accumulators do not"
+    ):
+        layer.check_shared(None)
