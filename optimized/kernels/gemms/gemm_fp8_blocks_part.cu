@@ -35,12 +35,7 @@ extern "C" __global__ void __launch_bounds__(128 * (Config::kWarpgroups + 1), 1)
     const int k_blocks = (k + Gemm::kBlockK - 1) / Gemm::kBlockK;
     const Config::Copies scales{shared + Gemm::Map::kBeside, {a_scale_inv, a_stride}, {b_scale_inv, b_stride}, m, n};
     const auto producing = [&] {
-        Gemm::produce<Config::kProducers>(
-            maps, shared, tiles, 0, k_blocks, m, n,
-            [&](const Tile& tile, int kb) {
-                if (start != nullptr) Gemm::prefetch_part<4>(start, tile, kb, k_blocks, m, n);
-            },
-            scales);
+        Gemm::produce<Config::kProducers>(maps, shared, tiles, 0, k_blocks, m, n, Nothing{}, scales);
     };
     const auto consuming = [&] {
         SumStore<Config::kRun, Gemm::kAcc> epilogue(out, start, m, n);

@@ -37,11 +37,7 @@ extern "C" __global__ void TWIN_CLUSTER(CLUSTER) __launch_bounds__(128 * (Config
     const unsigned shared = shared_address(memory);
     const Gemm::Tiles tiles(m, n, tile_count);
     const int k_blocks = (k + Gemm::kBlockK - 1) / Gemm::kBlockK;
-    const auto producing = [&] {
-        Gemm::produce<Config::kProducers>(maps, shared, tiles, 0, k_blocks, m, n, [&](const Tile& tile, int kb) {
-            if (start != nullptr) Gemm::prefetch_part<4>(start, tile, kb, k_blocks, m, n);
-        });
-    };
+    const auto producing = [&] { Gemm::produce<Config::kProducers>(maps, shared, tiles, 0, k_blocks, m, n); };
     const auto consuming = [&] {
         SumStore<Config::kRun, Gemm::kAcc> epilogue(out, start, m, n);
         Loop mainloop(shared, k_blocks);
