@@ -14,7 +14,7 @@ from typing import Any
 from optimized import bench, measure
 from optimized.bench import Payload
 from optimized.bench.kernels import gemm
-from optimized.bench.layers import layer_tables
+from optimized.bench.layers import layer_tables, rowwise_torchao
 from optimized.bench.table import Table, origin, table
 from reference.support import files
 
@@ -31,6 +31,7 @@ _MODULES = (
     "layer",
     "layer_recipes",
     "layer_sweep",
+    "rowwise_torchao",
     "stats",
     "timeline",
     "single_gpu",
@@ -132,7 +133,10 @@ GROUPS = {
     "Attention": ("attention",),
     "Loss and embedding": ("cross_entropy", "embedding"),
     "Optimizer": ("adam",),
-    "The layer": ("layer", "layer_recipes", "layer_sweep", "timeline", *DETAILS, "stats", "decode", "first_step"),
+    "The layer": (
+        *("layer", "layer_recipes", "rowwise_torchao", "layer_sweep", "timeline", *DETAILS),
+        *("stats", "decode", "first_step"),
+    ),
     "Training": ("single_gpu", "training", "train", "seeds", "trainer"),
     "How it was tested": ("parity", "transformer_engine", "gpu_suite", "mutation"),
 }
@@ -209,6 +213,7 @@ def equality() -> str:
             whys,
         )
     )
+    rows += _built("rowwise_torchao", rowwise_torchao.equality) or []
     theirs = _built("transformer_engine", lambda payload: payload["ops"]) or []
     for what, differs in (("all else", False), ("norms, activations, fused additions", True)):
         names = {row["op"] for row in theirs if row["different"]}

@@ -4,9 +4,11 @@ tests/bench/test_bandwidth_benches.py and tests/bench/test_gemm_benches.py have 
 GEMMs.
 """
 
+import importlib.machinery
 import math
 import re
 import statistics
+import sys
 import types
 from functools import partial
 from typing import Any
@@ -17,7 +19,7 @@ from shared.dry_bench import is_summary, is_table
 from shared.dry_runs import is_drawn, launches, layers, percents, run
 
 from optimized.bench.kernels import attention, attention_plot, gemm_equality, gemm_shapes
-from optimized.bench.layers import ladder, layer_recipes, layer_sweep, stats, timeline
+from optimized.bench.layers import ladder, layer_recipes, layer_sweep, rowwise_torchao, stats, timeline
 
 
 def test_gemms_of_random_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,6 +266,62 @@ def test_a_layer_under_each_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, cell in zip(("bf16", *layer_recipes.RECIPES), cells[1:], strict=True):
         brackets = f" ({percents([shares[name]])[0]})" if name in shares else ""
         assert cell == f"{row['ms'][f'ours, {name}']['median']:.2f}{brackets}"
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_row_wise_scaling_beside_torchao(monkeypatch: pytest.MonkeyPatch, installed: bool) -> None:
+    """torchao's place has a library that leaves a model as it is; every second comparison finds three words."""
+    converted, compared = list[str](), list[int]()
+
+    def differing(a: torch.Tensor, b: torch.Tensor) -> int:
+        assert (a.shape, a.dtype) == (b.shape, torch.bfloat16)
+        compared.append(a.numel())
+        return 3 * (len(compared) % 2)
+
+    def convert(model: Any, config: str) -> Any:
+        converted.append(config)
+        return model
+
+    library: Any = types.ModuleType("torchao.float8")
+    library.Float8LinearConfig = types.SimpleNamespace(from_recipe_name=lambda name: name)
+    library.convert_to_float8_training = convert
+    package = types.ModuleType("torchao")
+    package.__spec__ = importlib.machinery.ModuleSpec("torchao", None) if installed else None
+    for name, module in (("torchao", package if installed else None), ("torchao.float8", library)):
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(rowwise_torchao, "differing", differing)
+    for name, size in {"TOKENS": 256, "HIDDEN": 128, "FFN": 512}.items():
+        monkeypatch.setattr(rowwise_torchao, name, size)
+    ran = run(rowwise_torchao)
+    payload, (timed,), names = ran.payload, ran.rounds, list(rowwise_torchao.RECIPES)
+    assert names == ["rowwise", "rowwise_with_gw_hp"]
+    assert converted == 2 * names * installed
+    theirs = [f"theirs, {name}" for name in names * installed]
+    assert set(timed.samples) == set(payload["ms"]) == {"bf16, compiled", *(f"ours, {one}" for one in names), *theirs}
+    cells = []
+    for name, times in timed.samples.items():
+        is_summary(payload["ms"][name], times)
+        assert launches(timed.noted[name]) == [] or name.startswith("ours")
+    for name in names:
+        found = launches(timed.noted[f"ours, {name}"])
+        assert any(one.startswith("gemm_fp8_rowwise.") for one in found), found
+        assert any(one.startswith("gemm.") for one in found) == (name != "rowwise"), "the weight's gradient"
+        ours, bf16 = (f"{payload['ms'][one]['median']:.2f}" for one in (f"ours, {name}", "bf16, compiled"))
+        beside = ["–"] * 4
+        if installed:
+            pairs = zip(timed.samples[f"ours, {name}"], timed.samples[f"theirs, {name}"], strict=True)
+            share = statistics.median(a / b for a, b in pairs)
+            assert payload["of_theirs"][name] == pytest.approx(share)
+            words = payload["words"][name]
+            assert list(words) == ["y", "dx", "dw"]
+            total = [sum(one[key] for one in words.values()) for key in ("compared", "different")]
+            theirs_ms = f"{payload['ms'][f'theirs, {name}']['median']:.2f}"
+            beside = [theirs_ms, *percents([share]), *(f"{one:,}" for one in total)]
+        cells.append((f"`{name}`", ours, *beside, bf16))
+    is_table(ran.tables[0], ran.tables[0].columns, cells)
+    assert compared == 2 * [256 * 128, 256 * 128, 128 * 128] * installed
+    total = (f"{sum(compared):,}", f"{9 * installed}", "")
+    assert [row[1:] for row in rowwise_torchao.equality(payload)] == [total] * installed
 
 
 def test_a_step_kernel_by_kernel() -> None:

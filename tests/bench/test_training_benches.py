@@ -72,7 +72,12 @@ def test_losses_by_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     def losses(settings: Settings, text: Corpus, device: str) -> Row:
         asked.append((settings.precision, settings.seed, settings.steps, device))
         found = [5.0 - 0.001 * step - 0.01 * len(asked) for step in range(settings.steps)]
-        one = {"precision": settings.precision, "seed": settings.seed, "losses": found, "held_out": 1.0}
+        one = {
+            "precision": settings.precision,
+            "seed": settings.seed,
+            "losses": found,
+            "held_out": 2 - 0.1 * len(asked),
+        }
         return {**one, "tokens_per_second": 5000.0 + 10 * len(asked)}
 
     monkeypatch.setattr(seeds, "losses", losses)
@@ -88,11 +93,14 @@ def test_losses_by_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     for precision, label in seeds.LABELS.items():
         first, second = order.index(precision), 5 + order.index(precision)
         more = [100 * (tails[one] / tails[bf16] - 1) for one, bf16 in ((first, 0), (second, 5))]
-        beside = (f"{more[0]:+.2f} %, {more[1]:+.2f} %", f"{sum(more) / 2:+.2f} %")
+        unseen = [100 * ((1.9 - 0.1 * one) / (1.9 - 0.1 * bf16) - 1) for one, bf16 in ((first, 0), (second, 5))]
+        beside = [f"{one[0]:+.2f} %, {one[1]:+.2f} %" for one in (more, unseen)]
+        beside.insert(1, f"{sum(more) / 2:+.2f} %")
         speed = f"{5000 + 10 * (first + second + 2) / 2:,.0f}"
-        beside = ("–", "–") if precision == "bf16" else beside
+        beside = ["–"] * 3 if precision == "bf16" else beside
         cells.append((label, f"{tails[first]:.4f}", f"{tails[second]:.4f}", *beside, speed))
-    columns = ("124 million parameters", "seed 2026", "seed 2027", "beside bf16, by seed", "mean", "tokens/s")
+    beside_bf16 = ("beside bf16, by seed", "mean", "of held-out text, by seed")
+    columns = ("124 million parameters", "seed 2026", "seed 2027", *beside_bf16, "tokens/s")
     is_table(ran.tables[0], columns, cells)
     is_drawn(partial(seeds.plot, ran.payload), "seeds", 3)
 

@@ -1,22 +1,21 @@
 """Row-wise scaling beside torchao's, compiled (docs/results/rowwise_torchao.json).
 
-Two linear maps with a GELU between them, hidden 4096, 16384 inside, 8192 tokens, bf16, no biases: ours by row, and the
-same weights in `torch.nn.Linear`s that torchao converts and torch.compile compiles. They take turns with blocks of a
-few steps, forward and backward, timed by the host's clock as `layer.timed` says.
+Two linear maps with a GELU between them, hidden 4096, 16384 inside, 8192 tokens, bf16, no biases: ours by row, run
+eagerly, and the same weights in `torch.nn.Linear`s that torchao converts and torch.compile compiles. They take turns
+with blocks of a few steps, forward and backward, timed by the host's clock as `layer.timed` says.
 
-Words of one linear map are compared as torchao runs it without a compiler: y, dx, dw. Its casts have our words
-(`reference.ops.casts.cast_rowwise`). y is cuBLASLt's or CUTLASS's product with fast accumulation, dx and dw its
-product with split accumulation, which is scaled after a rounding to bf16: with powers of two the same word.
+Words are compared of one linear map of 4096 × 4096 and 8192 tokens, without a compiler: y, dx and dw of normally
+distributed numbers. They are to be equal, in bf16 and without a bias. The casts have the same scales, which are powers
+of two (`reference.ops.casts.cast_rowwise`); so the products have the same words, although torchao multiplies by the
+scales in other places (`reference.ops.gemms.gemm_fp8_rowwise`).
 
-    python -m optimized.bench.layers.rowwise_torchao FOLDER      measure; FOLDER/rowwise_torchao.json
+Where torchao cannot be imported, only ours and bf16 are timed.
 """
 
 import copy
-import importlib
+import importlib.util
 import statistics
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,10 +25,13 @@ from optimized import measure
 from optimized.bench import Payload, Progress, result, silent
 from optimized.bench.kernels.gemm import differing
 from optimized.bench.layers import layer
+from optimized.bench.table import Table, percent, table
 
 NAME = "rowwise_torchao"
+WHAT = "row-wise linear maps, against torchao compiled"
 KERNELS = ("activation", "amax", "cast_rowwise", "cast_transpose", "current_scale", "gemm", "gemm_fp8_rowwise")
 RECIPES = {"rowwise": "fp8", "rowwise_with_gw_hp": "high_precision"}
+BF16 = "bf16, compiled"
 TOKENS, HIDDEN, FFN = 8192, 4096, 16384
 
 Model = torch.nn.Module
@@ -88,13 +90,14 @@ def words(name: str, tokens: int, hidden: int) -> dict[str, dict[str, int]]:
     }
 
 
-def blocks(model: Model, x: torch.Tensor, grad: torch.Tensor) -> dict[str, Callable[[int], object]]:
-    """What is timed, by name."""
-    stacks: dict[str, tuple[Any, Any]] = {"bf16, compiled": (torch.compile(copy.deepcopy(model)), None)}
+def blocks(model: Model, x: torch.Tensor, grad: torch.Tensor, library: bool) -> dict[str, Callable[[int], object]]:
+    """What is timed, by name; torchao's where the `library` is there."""
+    stacks: dict[str, tuple[Any, Any]] = {BF16: (torch.compile(copy.deepcopy(model)), None)}
     for name, gradient in RECIPES.items():
         recipe = te.recipe.Float8RowwiseScaling(weight_gradient=gradient)
         stacks[f"ours, {name}"] = (ours(model, "cuda"), recipe)
-        stacks[f"theirs, {name}"] = (torch.compile(theirs(model, name)), None)
+        if library:
+            stacks[f"theirs, {name}"] = (torch.compile(theirs(model, name)), None)
 
     def block(name: str) -> Callable[[int], object]:
         one, recipe = stacks[name]
@@ -104,12 +107,13 @@ def blocks(model: Model, x: torch.Tensor, grad: torch.Tensor) -> dict[str, Calla
 
 
 def run(progress: Progress = silent, repeats: int = 7, inner: int = 8) -> Payload:
+    library = importlib.util.find_spec("torchao") is not None
     torch.manual_seed(1)
-    compared = {name: words(name, TOKENS, HIDDEN) for name in RECIPES}
+    compared = {name: words(name, TOKENS, HIDDEN) for name in RECIPES if library}
     progress(0.3)
     x = torch.randn(TOKENS, HIDDEN, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     grad = torch.randn(TOKENS, HIDDEN, device="cuda", dtype=torch.bfloat16)
-    timed = blocks(plain(HIDDEN, FFN, "cuda"), x, grad)
+    timed = blocks(plain(HIDDEN, FFN, "cuda"), x, grad, library)
     for one in timed.values():
         one(5)
     samples = layer.timed(timed, repeats, inner)
@@ -118,7 +122,7 @@ def run(progress: Progress = silent, repeats: int = 7, inner: int = 8) -> Payloa
         name: statistics.median(
             a / b for a, b in zip(samples[f"ours, {name}"], samples[f"theirs, {name}"], strict=True)
         )
-        for name in RECIPES
+        for name in compared
     }
     return result(
         "milliseconds of forward and backward of two linear maps, ours and torchao's; words of one",
@@ -131,7 +135,35 @@ def run(progress: Progress = silent, repeats: int = 7, inner: int = 8) -> Payloa
     )
 
 
-if __name__ == "__main__":
-    payload = run()
-    print(measure.write_result(NAME, payload, Path(sys.argv[1])))
-    print({name: round(ms["median"], 3) for name, ms in payload["ms"].items()}, payload["of_theirs"], payload["words"])
+def counts(payload: Payload, *names: str) -> tuple[str, str]:
+    """Words compared and different under recipes, of y, dx and dw together."""
+    found = [one for name in names for one in payload["words"][name].values()]
+    compared, different = (sum(one[key] for one in found) for key in ("compared", "different"))
+    return f"{compared:,}", f"{different:,}"
+
+
+def equality(payload: Payload) -> list[tuple[str, ...]]:
+    """README's row of what has the same bits; none where torchao was not installed."""
+    what = f"our row-wise `Linear` and torchao {payload['torchao']}'s on one GPU: y, dx and dw, two recipes"
+    return [(what, *counts(payload, *payload["words"]), "")] if payload["words"] else []
+
+
+def tables(payload: Payload) -> list[Table]:
+    """One row for each recipe: milliseconds, ours over torchao's, and words."""
+    ms = {name: f"{one['median']:.2f}" for name, one in payload["ms"].items()}
+    rows = []
+    for name in RECIPES:
+        beside = ("–",) * 4
+        if name in payload["words"]:
+            share = percent(payload["of_theirs"][name])
+            beside = (ms[f"theirs, {name}"], share, *counts(payload, name))
+        rows.append((f"`{name}`", ms[f"ours, {name}"], *beside, ms[BF16]))
+    sizes = payload["sizes"]
+    how = (
+        "Milliseconds of forward and backward of two linear maps and the GELU between them, hidden "
+        f"{sizes['hidden']}, {sizes['ffn']} inside, {sizes['tokens']:,} tokens. Words: y, dx and dw of one linear map "
+        f"of {sizes['hidden']} × {sizes['hidden']}, without a compiler."
+    )
+    theirs = f"torchao {payload['torchao']}, compiled" if payload["words"] else "torchao"
+    columns = ("recipe", "ours", theirs, "share of its time", "words compared", "words different", "bf16, compiled")
+    return [table(payload, "Row-wise scaling and torchao's", columns, rows, how)]

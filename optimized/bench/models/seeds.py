@@ -196,24 +196,30 @@ def _of(payload: Payload) -> Iterator[tuple[str, dict[int, dict[str, dict[str, A
             yield precision, of
 
 
+def _percents(shares: Sequence[float]) -> str:
+    return ", ".join(f"{100 * one:+.2f} %" for one in shares)
+
+
 def tables(payload: Payload) -> list[Table]:
-    """The loss of the last tenth by seed; FP8's beside bf16's of the same seed."""
+    """The loss of the last tenth by seed; FP8's beside bf16's of the same seed, there and of held-out text."""
     seeds = _by_seed(payload)
     timed = all("tokens_per_second" in one for one in payload["runs"])
     rows = []
     for precision, of in _of(payload):
         more = [tail(runs[precision]) / tail(runs["bf16"]) - 1 for runs in of.values()]
         cells = [f"{tail(seeds[seed][precision]):.4f}" if seed in of else "–" for seed in seeds]
-        above = [f"{100 * one:+.2f} %" for one in (*more, sum(more) / len(more))]
-        cells += ("–", "–") if precision == "bf16" else (", ".join(above[:-1]), above[-1])
+        unseen = [runs[precision]["held_out"] / runs["bf16"]["held_out"] - 1 for runs in of.values()]
+        above, mean, held_out = map(_percents, (more, [sum(more) / len(more)], unseen))
+        cells += ("–",) * 3 if precision == "bf16" else (above, mean, held_out)
         if timed:
             cells.append(f"{sum(runs[precision]['tokens_per_second'] for runs in of.values()) / len(of):,.0f}")
         rows.append((LABELS[precision], *cells))
     settings = payload["settings"]
     tokens = settings["accumulate"] * settings["rows"] * settings["sequence"]
     how = f"Mean loss of the last tenth of {settings['steps']:,} steps of {tokens:,} bytes, in nats per byte. "
-    how += "Runs of one seed have the same first weights and the same bytes."
-    columns = ("124 million parameters", *(f"seed {seed}" for seed in seeds), "beside bf16, by seed", "mean")
+    how += "Runs of one seed have the same first weights and the same bytes. Held-out text: no run was trained on it."
+    beside = ("beside bf16, by seed", "mean", "of held-out text, by seed")
+    columns = ("124 million parameters", *(f"seed {seed}" for seed in seeds), *beside)
     return [table(payload, "A GPT's loss by precision and seed", columns + ("tokens/s",) * timed, rows, how)]
 
 
