@@ -1,0 +1,11 @@
+"""Training on several ranks whose bits do not depend on how many there are.
+
+    gradient_tree.py    the order of a step's gradients: groups of microbatches, and a binary tree over groups
+    gradient_order.py   that order in one process, over ranks, and as a hook of DistributedDataParallel
+
+docs/numerics.md says what is computed, in its section on gradients over microbatches and ranks.
+"""
+
+from reference.parallel.gradient_order import GradientOrder, tree_hook
+
+__all__ = ["GradientOrder", "tree_hook"]
