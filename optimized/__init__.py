@@ -55,6 +55,7 @@ from reference import (  # noqa: F401
     make_graphed_callables,
     mark_not_offload,
     optimizers,
+    parallel,
     parallel_cross_entropy,
     quantization,
     quantized_model_init,
@@ -76,7 +77,9 @@ __all__: list[str] = []
 __all__ += reference.__all__  # as type checkers read it
 
 # For `from optimized.recipe import DelayedScaling`: the modules themselves, under this name too.
-sys.modules.update({f"{__name__}.{name}": globals()[name] for name in ("recipe", "optimizers", "quantization", "fp8")})
+sys.modules.update(
+    {f"{__name__}.{name}": globals()[name] for name in ("recipe", "optimizers", "parallel", "quantization", "fp8")}
+)
 _autograd.register(_TapeRunner())
 not_offered.explain(__name__)
 

@@ -11,7 +11,7 @@ y.backward(dy)
 import sys
 
 import reference.ops
-from reference import optimizers, quantization, random, recipe
+from reference import optimizers, parallel, quantization, random, recipe
 from reference.conversion import convert
 from reference.float8 import float8_part as _float8_part  # noqa: F401 (it gives Float8Tensor its parts)
 from reference.float8.float8_blockwise_tensor import Float8BlockwiseQTensor
@@ -129,6 +129,7 @@ __all__ = [
     "make_graphed_callables",
     "mark_not_offload",
     "optimizers",
+    "parallel",
     "parallel_cross_entropy",
     "philox",
     "quantization",

@@ -24,7 +24,7 @@ BYTES = 256
 LARGEST = 2**31 - 1
 COUNTS = (
     *("sequence", "hidden", "heads", "layers", "rows", "vocabulary"),
-    *("steps", "warmup", "accumulate", "amax_history_len"),
+    *("steps", "warmup", "accumulate", "groups", "amax_history_len"),
 )
 RECIPES: dict[str, Callable[["Settings"], Recipe | None]] = {
     "bf16": lambda settings: None,
@@ -45,6 +45,8 @@ class Settings:
     Attributes:
         layers, hidden, heads: of the transformer; its MLPs have 4 · hidden.
         sequence: bytes that the model sees at most; rows: sequences of a microbatch; accumulate: microbatches a step.
+        groups: of a step's microbatches, whose sums are added in a tree (`te.parallel.GradientOrder`); a divisor of
+            accumulate. So many ranks at most share a step, to the same bits.
         vocabulary: rows of the table. A text has 256 different bytes; GPT-2's sizes have room for 50,304.
         steps, learning_rate, warmup: the schedule, see `rate`.
         betas, weight_decay: AdamW's; vectors do not decay.
@@ -74,6 +76,7 @@ class Settings:
     precision: str = "bf16"
     amax_history_len: int = 16
     accumulate: int = 1
+    groups: int = 1
     recompute: bool = False
     seed: int = 2026
 
@@ -92,6 +95,8 @@ class Settings:
         wrong = [
             f"precision={self.precision!r}; {', '.join(RECIPES)} are accepted" * (self.precision not in RECIPES),
             f"hidden={self.hidden} with heads={self.heads}; a multiple is accepted" * bool(self.hidden % self.heads),
+            f"groups={self.groups} with accumulate={self.accumulate}; a divisor is accepted"
+            * bool(self.accumulate % self.groups),
             f"dropout={self.dropout}; a number from 0 to below 1 is accepted" * (not 0 <= self.dropout < 1),
             f"vocabulary={self.vocabulary}; at least {BYTES} is accepted" * (self.vocabulary < BYTES),
             f"seed={_shown(self.seed)}; 0 to 2^63 - 1 is accepted" * (not 0 <= self.seed < 2**63),

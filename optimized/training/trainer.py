@@ -1,6 +1,7 @@
 """Training whose every bit is defined: a step on a CPU and on a GPU, and a run that was killed and goes on.
 
-    for each of `accumulate` microbatches:  loss, backward with the gradient 1/accumulate       fp32 sums
+    for each of `accumulate` microbatches:  loss, backward with the gradient groups/accumulate  fp32 sums
+    the mean over groups, in a tree         `te.parallel.GradientOrder`; ranks have whole groups
     norm = clip_grad_norm_(...)                                                                  with `clip`
     AdamW with the step's rate
 
@@ -8,7 +9,8 @@ With delayed scaling the first step only finds scales: all of them are 1 in it, 
 
 All state is in tensors with names (`Trainer.tensors`) and in two counts. Between steps nothing else is alive: the casts
 that later microbatches share are made anew in each step. torch's CPU generator is the trainer's own: it is set before
-a step and kept after it.
+a step and kept after it. Ranks of torch.distributed's default group, where there is one, share each step; all of them
+then have the same state, and a run may go on with another number of them.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import reference as te
 from optimized.compare import fp8_state
@@ -27,6 +30,7 @@ from optimized.training.model import GPT, sample
 from optimized.training.settings import Settings
 from reference.arguments import is_int
 from reference.nn.core.dropout import Generator
+from reference.numbers import philox
 from reference.support import files
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -66,7 +70,11 @@ class Trainer:
         self.norm: torch.Tensor | None = None
         self._loaded = False  # a step has run here
         self._captured: cuda_graph.Step | None = None
-        self._share = torch.tensor(1 / settings.accumulate, dtype=torch.float32, device=self.model.device)
+        self.order = te.parallel.GradientOrder(settings.groups)
+        generators = [one for one in self.model.modules() if isinstance(one, Generator)]
+        self._states = [one.state for one in generators]
+        self._draws = len(generators) if settings.dropout > 0 else 0  # seeds that a microbatch takes
+        self._share = torch.tensor(settings.groups / settings.accumulate, dtype=torch.float32, device=self.model.device)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(settings.seed)
             self._random = torch.get_rng_state()
@@ -83,13 +91,20 @@ class Trainer:
             self.optimizer.zero_grad()
             parameters = list(self.model.parameters())
             count = self.settings.accumulate
-            microbatch = self._microbatch
-            if capture and self._loaded and self.model.device.type == "cuda":
-                if self._captured is None:
-                    windows = self._windows(self.seen, self.step * count)
-                    self._captured = cuda_graph.Step(self._microbatch, parameters, windows, count)
-                microbatch = self._captured
-            losses = [microbatch(i, self._windows(self.seen, self.step * count + i)) for i in range(count)]
+            capture = capture and self._loaded and self.model.device.type == "cuda"
+            share, each = self.order.share(count), count // self.settings.groups
+            losses = torch.zeros(count, dtype=torch.float32, device=self.model.device)
+            self._skip(share.start)
+            for i in self.order.microbatches(self.model, count):
+                # The first of a group makes the gradients, and casts the weights, to the same words in each.
+                windows = self._windows(self.seen, self.step * count + i)
+                if capture and self._captured is None:  # inside the loop, where a microbatch updates no scales
+                    self._captured = cuda_graph.Step(self._microbatch, parameters, windows, each)
+                microbatch = self._captured if capture and self._captured else self._microbatch
+                losses[i] = microbatch(i % each, windows)
+            self._skip(count - share.stop)
+            if self.order.ranks > 1:
+                self._agree(losses)
             self._loaded = True
             if self.settings.clip > 0:
                 self.norm = te.optimizers.clip_grad_norm_(parameters, self.settings.clip)
@@ -99,7 +114,20 @@ class Trainer:
                 self.optimizer.step()
                 self.updates += 1
         self.step += 1
-        return torch.stack(losses)
+        return losses
+
+    def _skip(self, microbatches: int) -> None:
+        """Take the seeds of microbatches that other ranks run."""
+        philox.draw_seeds(torch.empty(self._draws * microbatches, dtype=torch.int64))
+
+    def _agree(self, losses: torch.Tensor) -> None:
+        """All ranks' losses, of which each has its own and zeros; layers' random states as the last microbatch left."""
+        dist.all_reduce(losses)
+        if self._draws:
+            states = torch.stack(self._states)
+            dist.broadcast(states, self.order.ranks - 1)
+            for state, found in zip(self._states, states, strict=True):
+                state.copy_(found)
 
     def _microbatch(self, number: int, windows: torch.Tensor) -> torch.Tensor:
         first = None if self.settings.accumulate == 1 else number == 0

@@ -1,1 +1,14 @@
-"""Training on several ranks with the words of one."""
+"""Training on several ranks whose bits do not depend on how many there are.
+
+    gradient_tree.py    the order of a step's gradients: groups of microbatches, and a binary tree over groups
+    gradient_order.py   that order in one process, over ranks, and as a hook of DistributedDataParallel
+    chain.py            a sum over K that passes from rank to rank
+    tensor.py           layers whose weights the ranks of a group share
+    tensor_state.py     one process's state, cut for ranks and joined
+
+docs/numerics.md says what is computed, in its sections on what ranks share.
+"""
+
+from reference.parallel.gradient_order import GradientOrder, tree_hook
+
+__all__ = ["GradientOrder", "tree_hook"]

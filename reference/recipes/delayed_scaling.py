@@ -119,11 +119,15 @@ class DelayedScaling(Recipe):
 
 
 def reduce_amaxes(histories: list[torch.Tensor], group: Any) -> None:
-    """Take the maximum of every row 0 over the process group, in one collective."""
-    amaxes = torch.cat([history[0] for history in histories])
+    """Take the maximum of every row 0 over the process group, in one collective.
+
+    fp32 words are compared as integers, as by `twin::amax`: a maximum of floats has no order that all backends share if
+    one is NaN.
+    """
+    amaxes = torch.cat([history[0] for history in histories]).view(torch.int32)
     dist.all_reduce(amaxes, op=dist.ReduceOp.MAX, group=group)
     for history, amax in zip(histories, amaxes.split([h.shape[1] for h in histories]), strict=True):
-        history[0].copy_(amax)
+        history[0].copy_(amax.view(torch.float32))
 
 
 class Delayed(Quantizer):

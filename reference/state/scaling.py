@@ -5,8 +5,9 @@ round a scale, and DistributedDataParallel must not broadcast one. The registry 
 looks their tensors up when it updates, so `.to()` and `copy.deepcopy` leave nothing stale.
 """
 
+import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -198,12 +199,37 @@ def join(module: Any, recipe: Recipe, group: Any) -> None:
         module._membership = Membership(recipe, group, thread)
 
 
+_waiting: set[int] = set()  # numbers of threads whose scales are updated at the end of a step
+
+
+@contextlib.contextmanager
+def once_a_step() -> Iterator[None]:
+    """Inside, this thread's scales stay as they are, and histories collect; both directions are updated at the end.
+
+    After an error nothing is updated.
+    """
+    number = here().number
+    if number in _waiting:
+        raise RuntimeError("a step of several microbatches is open in this thread; one at a time is accepted.")
+    _waiting.add(number)
+    try:
+        yield
+    except BaseException:
+        _waiting.discard(number)
+        raise
+    _waiting.discard(number)
+    for forward in (True, False):
+        update(forward, number)
+
+
 @torch.no_grad()
 def update(forward: bool, thread: int) -> None:
     """Turn one direction's amaxes into the next scales, for every module that last ran in the thread of that number.
 
-    It calls `Recipe.update` once for each recipe, process group and device.
+    It calls `Recipe.update` once for each recipe, process group and device. Inside of `once_a_step` nothing is done.
     """
+    if thread in _waiting:
+        return
     key = KEYS[0] if forward else KEYS[1]
     buckets: list[tuple[Recipe, Any, torch.device, list[FP8TensorMeta]]] = []
     shared: dict[tuple[str, torch.device], list[torch.Tensor]] = {}

@@ -1,0 +1,348 @@
+"""A step's gradients in the order of `reference.parallel.gradient_tree`, in one process and over ranks.
+
+    order = te.parallel.GradientOrder(groups=8)
+    model = DistributedDataParallel(model)                      # or not: a plain module does the same
+    model.register_comm_hook(order, te.parallel.tree_hook)
+    for numbers of steps:
+        for number in order.microbatches(model, 16):            # of this rank, counted over all ranks
+            with te.autocast(recipe=recipe):
+                loss = loss_of(model, batch(step, number))
+            (loss / 2).backward()                               # 16 / 8 microbatches a group
+        optimizer.step()
+
+Over ranks a piece of every sum belongs to each rank:
+
+    all-to-all    each rank sends its nodes' pieces to the pieces' owners
+    sums          the owner adds the nodes of its piece, as the tree says; times fp32(1/G); rounds to `.grad`'s dtype
+    all-gather    of the pieces
+
+Where each rank has one group, these are the bytes of a reduce-scatter and an all-gather in `.grad`'s dtype.
+"""
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from reference.arguments import is_group, is_int
+from reference.parallel.gradient_tree import Nodes, nodes, owned, push
+from reference.state import scaling
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_BUCKET = 1 << 24  # numbers that travel together where no hook of DDP says so
+# Its name in torch 2.11 and in later ones, which warn of the former.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+Sums = dict[torch.Tensor, torch.Tensor]  # by parameter
+
+
+class GradientOrder:
+    """The groups of a step, and the sums of those that this rank has done.
+
+    Args:
+        groups: of a step, on all ranks together; an int from the number of ranks on. It decides about bits.
+        process_group: whose ranks share a step; None is the default group, or this process where there is none.
+
+    Attributes:
+        mine: the numbers of this rank's groups, a range.
+    """
+
+    def __init__(self, groups: int, process_group: Any = None) -> None:
+        if process_group is not None and not is_group(process_group):
+            raise TypeError(f"GradientOrder: process_group={process_group!r}; a process group or None is accepted.")
+        ready = process_group is not None or (dist.is_available() and dist.is_initialized())
+        self.process_group = process_group
+        self.ranks, self.rank = (dist.get_world_size(process_group), dist.get_rank(process_group)) if ready else (1, 0)
+        if not is_int(groups) or groups < self.ranks:
+            raise ValueError(
+                f"GradientOrder: groups={groups!r}; an int from {self.ranks}, the number of ranks, on is accepted."
+            )
+        self.groups = int(groups)
+        self.mine = owned(self.groups, self.ranks, self.rank)
+        self._done: Nodes[Sums] = []
+        self._left = 0  # of this rank's microbatches of the step, the one under way among them
+        self._hooked = False  # whether a hook has communicated in this step
+        self._stream: Any = None
+
+    def share(self, count: int) -> range:
+        """The numbers of this rank's microbatches, of `count` in a step."""
+        if not is_int(count) or count < 1 or count % self.groups:
+            raise ValueError(
+                f"GradientOrder: {count!r} microbatches in {self.groups} groups; a multiple of {self.groups} is "
+                f"accepted."
+            )
+        each = count // self.groups
+        return range(self.mine.start * each, self.mine.stop * each)
+
+    def microbatches(self, model: torch.nn.Module, count: int, find_unused_parameters: bool = False) -> Iterator[int]:
+        """The numbers of this rank's microbatches of one step; each is run, backward included, before the next.
+
+        After the last, `.grad` is the mean over groups on every rank, and the scales of delayed scaling are updated, by
+        amaxes of all microbatches (and ranks: `amax_reduction_group`). Before that no scale changes. A loop that is
+        left early leaves gradients behind, and no scale.
+
+        Args:
+            model: whose gradients are None. A DistributedDataParallel has `tree_hook` with this order registered; it
+                communicates during the last backward. With any other module the ranks communicate after it.
+            count: microbatches of a step, on all ranks together; a multiple of the groups.
+            find_unused_parameters: a parameter may have no gradient on some ranks; the ranks tell each other which.
+                DistributedDataParallel has its own argument of that name.
+        """
+        share = self.share(count)
+        parameters: list[torch.Tensor] = [p for p in model.parameters() if p.requires_grad]
+        self._check(model, parameters)
+        parallel = model if isinstance(model, DistributedDataParallel) else None
+        alone = len(share) == count == 1  # its scales are updated where they always are, to the same words
+        self._done, self._hooked = [], False
+        with contextlib.nullcontext() if alone else scaling.once_a_step():
+            for number in share:
+                self._left = share.stop - number
+                last = self._left == 1
+                # torch has no no_sync for a static graph's first backward; there the hook returns what it gets.
+                synced = parallel is None or last or parallel.static_graph
+                with contextlib.nullcontext() if synced else parallel.no_sync():  # type: ignore[union-attr]
+                    yield number
+                if not last and (number + 1) % (count // self.groups) == 0:
+                    self._end_group(parameters, keep=parallel is not None)
+            self._left = 0
+            if parallel is None:
+                self._finish(parameters, find_unused_parameters)
+            elif not self._hooked:
+                raise RuntimeError(
+                    "GradientOrder: the last backward of the step communicated by no hook of this order; "
+                    "model.register_comm_hook(order, te.parallel.tree_hook) is accepted."
+                )
+
+    def _check(self, model: torch.nn.Module, parameters: Sequence[torch.Tensor]) -> None:
+        named: dict[torch.Tensor, str] = {p: name for name, p in model.named_parameters()}
+        for p in parameters:
+            if p.grad is not None:
+                raise ValueError(
+                    f"GradientOrder: {named[p]} has a gradient before the step's first microbatch, to which others "
+                    f"would be added; None is accepted (optimizer.zero_grad())."
+                )
+            if p.dtype not in DTYPES:
+                raise TypeError(
+                    f"GradientOrder: {named[p]} is {p.dtype}; torch.float32, torch.bfloat16 and torch.float16 are "
+                    f"accepted."
+                )
+
+    # --- sums of this rank ---------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _end_group(self, parameters: Iterable[torch.Tensor], keep: bool) -> None:
+        """Move gradients, the sums of the next group, from `.grad` to the nodes.
+
+        With `keep` a gradient of -0, to which any may be added, stays: DistributedDataParallel counts a parameter that
+        it has seen used among those with a gradient.
+        """
+        sums = {}
+        for p in parameters:
+            if p.grad is not None:
+                # A copy: `.grad` may be memory of a DDP bucket or of a CUDA graph.
+                sums[p] = p.grad.detach().to(torch.float32, copy=True)
+                p.grad = torch.full_like(p, -0.0) if keep else None
+        push(self._done, self._next(), sums, self.groups, _add)
+
+    def _next(self) -> range:
+        """The group that ends next."""
+        start = self._done[-1][0].stop if self._done else self.mine.start
+        return range(start, start + 1)
+
+    @torch.no_grad()
+    def _finish(self, parameters: list[torch.Tensor], find_unused: bool) -> None:
+        """End the last group, and make `.grad` the mean on every rank."""
+        if self.groups == 1:
+            return
+        for bucket in _buckets(self._used(parameters, find_unused)):
+            flat = bucket[0].new_empty(sum(p.numel() for p in bucket))
+            leaf = dict(zip(bucket, _views(flat, bucket), strict=True))
+            for p, view in leaf.items():
+                view.fill_(-0.0) if p.grad is None else view.copy_(p.grad)
+            self._mean(flat, leaf)
+            for p, view in leaf.items():
+                if p.grad is None:
+                    p.grad = torch.empty_like(p)
+                p.grad.copy_(view)  # in place: it may be memory of a CUDA graph
+        self._done = []
+
+    def _used(self, parameters: list[torch.Tensor], find_unused: bool) -> list[torch.Tensor]:
+        """The parameters that have a gradient on any rank."""
+        used = [p.grad is not None or any(p in sums for _, sums in self._done) for p in parameters]
+        if self.ranks > 1 and parameters:
+            if find_unused:
+                flags = torch.tensor(used, dtype=torch.int32, device=parameters[0].device)
+                dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.process_group)
+                used = [flag > 0 for flag in flags.tolist()]
+            elif not all(used):
+                raise RuntimeError(
+                    f"GradientOrder: parameter {used.index(False)} of the model (of those that train) has no gradient "
+                    f"on rank {self.rank}; find_unused_parameters=True is accepted."
+                )
+        return [p for p, one in zip(parameters, used, strict=True) if one]
+
+    # --- sums over ranks -----------------------------------------------------------------------------------
+
+    def _mean(self, flat: torch.Tensor, leaf: Sums) -> None:
+        """Replace `flat` [n], whose parts `leaf` are this rank's last group, by the mean over all groups."""
+        found: Nodes[torch.Tensor] = []
+        for which, sums in self._done:
+            node = torch.full_like(flat, -0.0, dtype=torch.float32)
+            for p, part in leaf.items():
+                if p in sums:
+                    _like(node, part, flat).copy_(sums[p])
+                    if sums[p].is_cuda:  # made on another stream, perhaps
+                        sums[p].record_stream(torch.cuda.current_stream(flat.device))
+            found.append((which, node))
+        push(found, self._next(), flat, self.groups, torch.Tensor.add_)
+        if self.ranks == 1:
+            flat.copy_(self._scaled(found[0][1]))
+        else:
+            self._exchange([node for _, node in found], flat)
+
+    def _exchange(self, mine: list[torch.Tensor], out: torch.Tensor) -> None:
+        """Write to `out` [n] the mean of all ranks' nodes; this rank's are `mine`."""
+        ranks, size = self.ranks, -(-out.numel() // self.ranks)  # numbers of a piece
+        counts = [len(nodes(self.groups, owned(self.groups, ranks, rank))) for rank in range(ranks)]
+        dtype = out.dtype if self.groups == ranks else torch.float32
+        whole = out.numel() == ranks * size
+        if len(mine) == 1 and whole and mine[0].dtype == dtype:
+            given = mine[0]
+        else:
+            given = out.new_zeros(ranks, len(mine), size, dtype=dtype)
+            for i, node in enumerate(mine):
+                _scatter(given[:, i], node)
+        pieces = out.new_empty(sum(counts), size, dtype=dtype)
+        # Bytes: not every backend knows every dtype.
+        _all_to_all(pieces, given, counts, [len(mine)] * ranks, size, self.process_group)
+        found: Nodes[torch.Tensor] = []
+        rows = iter(pieces.to(torch.float32))
+        for rank in range(ranks):
+            for which in nodes(self.groups, owned(self.groups, ranks, rank)):
+                push(found, which, next(rows), self.groups, torch.Tensor.add_)
+        piece = self._scaled(found[0][1]).to(out.dtype)
+        target = out if whole else out.new_empty(ranks * size)
+        _all_gather(_bytes(target), _bytes(piece), group=self.process_group)
+        if not whole:
+            out.copy_(target[: out.numel()])
+
+    def _scaled(self, total: torch.Tensor) -> torch.Tensor:
+        """fp32 sums, in place times fp32(1/G)."""
+        if self.groups == 1:
+            return total
+        return total.mul_(torch.tensor(1 / self.groups, dtype=torch.float32).item())
+
+    # --- the hook ------------------------------------------------------------------------------------------
+
+    def _hook(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """`tree_hook`."""
+        flat = bucket.buffer()
+        if flat.dtype not in DTYPES:
+            raise TypeError(
+                f"tree_hook: a bucket of {flat.dtype}; torch.float32, torch.bfloat16 and torch.float16 are accepted."
+            )
+        if self._left == 0:
+            raise RuntimeError(
+                "tree_hook: a backward outside of the loop of GradientOrder.microbatches; one inside is accepted."
+            )
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future(
+            devices=[flat.device] if flat.device.type == "cuda" else []
+        )
+        if self._left > 1:  # of a static graph
+            done.set_result(flat)
+            return done
+        self._hooked = True
+        leaf = {p: _laid_out(view, p) for p, view in zip(bucket.parameters(), bucket.gradients(), strict=True)}
+        for p, view in leaf.items():
+            if p.grad is None:  # DistributedDataParallel has put +0 there
+                view.fill_(-0.0)
+        if flat.device.type != "cuda":
+            self._mean(flat, leaf)
+            done.set_result(flat)
+            return done
+        # Beside backward, on a stream of its own; who waits for the future waits for this stream.
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(flat.device)
+        self._stream.wait_stream(torch.cuda.current_stream(flat.device))
+        with torch.cuda.stream(self._stream):
+            self._mean(flat, leaf)
+            done.set_result(flat)
+        return done
+
+
+def tree_hook(order: GradientOrder, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """A communication hook of DistributedDataParallel: the mean over groups, in the tree's order.
+
+    `model.register_comm_hook(order, tree_hook)`. It runs in the last backward of `order.microbatches`. Over NCCL it
+    overlaps with backward.
+    """
+    with torch.no_grad():
+        return order._hook(bucket)
+
+
+def _add(left: Sums, right: Sums) -> Sums:
+    """The sums of both, in the memory of `left`; what is missing in one is not added."""
+    both = [p for p in left if p in right]
+    if both:
+        torch._foreach_add_([left[p] for p in both], [right[p] for p in both])
+    return right | left
+
+
+def _buckets(parameters: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Neighbours of one dtype and device, about `_BUCKET` numbers."""
+    found: list[torch.Tensor] = []
+    for p in parameters:
+        if found and (
+            (p.dtype, p.device) != (found[0].dtype, found[0].device) or sum(x.numel() for x in found) >= _BUCKET
+        ):
+            yield found
+            found = []
+        found.append(p)
+    if found:
+        yield found
+
+
+def _views(flat: torch.Tensor, shapes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The parts of `flat`, with the shapes of these tensors."""
+    parts = flat.split([x.numel() for x in shapes])
+    return [part.view(x.shape) for part, x in zip(parts, shapes, strict=True)]
+
+
+def _laid_out(view: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    """DistributedDataParallel's place of p's gradient: in the order of p's memory, if that has no gaps.
+
+    `GradBucket.gradients` does not say so.
+    """
+    dense = torch.empty_like(p, device="meta").stride() == p.stride()
+    return view.as_strided(p.shape, p.stride(), view.storage_offset()) if dense else view
+
+
+def _like(node: torch.Tensor, part: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
+    """The part of `node` that lies as `part` does in `flat`."""
+    return node.as_strided(part.shape, part.stride(), part.storage_offset() - flat.storage_offset())
+
+
+def _scatter(pieces: torch.Tensor, node: torch.Tensor) -> None:
+    """Write `node` [n] to the rows of `pieces` [ranks, size], one after the other; what is left of them stays."""
+    size = pieces.shape[1]
+    full = node.numel() // size
+    pieces[:full].copy_(node[: full * size].view(full, size))
+    if node.numel() > full * size:
+        pieces[full, : node.numel() - full * size].copy_(node[full * size :])
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    """The words of x, as a backend can send them that does not know its dtype."""
+    return x.reshape(-1).view(torch.uint8)
+
+
+def _all_to_all(
+    out: torch.Tensor, given: torch.Tensor, counts: list[int], sent: list[int], size: int, group: Any
+) -> None:
+    """Rows of `size` numbers: `sent[r]` of `given` to rank r, `counts[r]` from it, in the order of ranks."""
+    each = size * given.element_size()
+    dist.all_to_all_single(
+        _bytes(out), _bytes(given), [each * n for n in counts], [each * n for n in sent], group=group
+    )

@@ -1,0 +1,132 @@
+"""Gradients of a step over gloo ranks, with and without DistributedDataParallel, against the written order."""
+
+import datetime
+import gc
+import socket
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from shared.bits import assert_same_bits
+from shared.processes import ranks
+from torch.nn.parallel import DistributedDataParallel
+
+import reference as te
+from reference.parallel import GradientOrder, tree_hook
+
+BF16, F32 = torch.bfloat16, torch.float32
+GROUPS, STEPS = 8, 2
+LIMIT = datetime.timedelta(seconds=60)
+DDP: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "views of buckets": {"gradient_as_bucket_view": True},
+    "unused": {"find_unused_parameters": True},
+    "static": {"static_graph": True},
+}
+
+
+class Model(torch.nn.Module):
+    """Layers in FP8; weights that some microbatches do not use, one that none does, and one that is transposed."""
+
+    def __init__(self, dtype: torch.dtype, unused: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = (te.Linear(32, 32, params_dtype=dtype) for _ in range(2))
+        self.factor = torch.nn.Parameter(torch.randn(7, 3).to(dtype).t())
+        if unused:
+            self.some = torch.nn.Parameter(torch.ones(5, dtype=dtype))
+            self.never = torch.nn.Parameter(torch.ones(3, dtype=dtype))
+
+    def forward(self, x: torch.Tensor, number: int) -> torch.Tensor:
+        h = self.last(torch.relu(self.first(x)))
+        total = h.float().sum() + (x[:3, :7].float() * self.factor.float()).sum()
+        if hasattr(self, "some") and number % 5 == 2:
+            total = total - 0.0 * self.some.float().sum()
+        return total
+
+
+def inputs(step: int, number: int, dtype: torch.dtype) -> torch.Tensor:
+    words = torch.Generator().manual_seed(100 * step + number)
+    return torch.randn(16, 32, generator=words).to(dtype) * (1 + number)
+
+
+def words(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The gradients, and the FP8 state; named as in a module without DDP."""
+    found = {}
+    for name, p in model.named_parameters():
+        found[name.removeprefix("module.")] = torch.empty(0) if p.grad is None else p.grad.clone()
+    for name, module in model.named_modules():
+        for key, meta in getattr(module, "fp8_meta", {}).items():
+            if hasattr(meta, "scale"):
+                name = name.removeprefix("module.")
+                found |= {f"{name} {key}": meta.scale.clone(), f"{name} {key} history": meta.amax_history.clone()}
+    return found
+
+
+def steps(model: torch.nn.Module, order: GradientOrder, dtype: torch.dtype, unused: bool) -> Iterator[Any]:
+    """The words after each step, of two microbatches a group."""
+    recipe = te.DelayedScaling(amax_history_len=4)
+    for step in range(STEPS):
+        model.zero_grad()
+        for number in order.microbatches(model, 2 * order.groups, find_unused_parameters=unused):
+            with te.autocast(recipe=recipe):
+                total = model(inputs(step, number, dtype), number)
+            (total / 2).backward()
+        yield words(model)
+
+
+def expected(dtype: torch.dtype, unused: bool, groups: int = GROUPS) -> list[dict[str, torch.Tensor]]:
+    return list(steps(Model(dtype, unused), GradientOrder(groups), dtype, unused))
+
+
+def worker(rank: int, world: int, port: int, folder: str) -> None:
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world, timeout=LIMIT)
+    failed, found = {}, {}
+    for name, options in DDP.items():
+        for dtype in (F32, BF16):
+            try:
+                unused = name == "unused"
+                model = DistributedDataParallel(Model(dtype, unused), bucket_cap_mb=0.001, **options)
+                order = GradientOrder(GROUPS)
+                model.register_comm_hook(order, tree_hook)
+                found[name, dtype] = list(steps(model, order, dtype, unused))
+            except Exception:
+                failed[f"{name} {dtype}"] = traceback.format_exc()
+            model = order = None
+            gc.collect()  # a module that is alive has scales to update, on all ranks or on none
+    for unused in (False, True):
+        for dtype in (F32, BF16):
+            found[f"a module {unused}", dtype] = list(steps(Model(dtype, unused), GradientOrder(GROUPS), dtype, unused))
+    order = GradientOrder(world)  # a group a rank: its own dtype travels
+    found["a group a rank", BF16] = list(steps(Model(BF16, False), order, BF16, False))
+    torch.save((failed, found), Path(folder) / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+@pytest.mark.parametrize(
+    "world", [2, 3, pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)]
+)
+def test_ranks_have_the_words_of_one_process(world: int, tmp_path: Path) -> None:
+    ranks(worker, (world, free_port(), str(tmp_path)), world)
+    once = {(unused, dtype): expected(dtype, unused) for unused in (False, True) for dtype in (F32, BF16)}
+    for rank in range(world):
+        failed, found = torch.load(tmp_path / f"{rank}.pt")
+        assert not failed, "\n".join(failed.values())
+        for (name, dtype), of_steps in found.items():
+            alone = once[name in ("unused", "a module True"), dtype]
+            if name == "a group a rank":
+                alone = expected(dtype, False, world)
+            for step, (one, other) in enumerate(zip(of_steps, alone, strict=True)):
+                assert one.keys() == other.keys()
+                for key in one:
+                    assert_same_bits(one[key], other[key], f"rank {rank}, {name}, {dtype}, step {step}, {key}")
