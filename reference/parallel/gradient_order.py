@@ -23,6 +23,7 @@ import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -232,7 +233,7 @@ class GradientOrder:
         """fp32 sums, in place times fp32(1/G)."""
         if self.groups == 1:
             return total
-        return total.mul_(torch.tensor(1 / self.groups, dtype=torch.float32).item())
+        return total.mul_(float(np.float32(1 / self.groups)))
 
     # --- the hook ------------------------------------------------------------------------------------------
 

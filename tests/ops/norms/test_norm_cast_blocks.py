@@ -89,5 +89,5 @@ GOOD = [torch.zeros(4, 32), torch.ones(32), torch.ones(32), 1e-5, False, "layern
 def test_refusals(position: int, wrong: Any, sentence: str) -> None:
     with pytest.raises(ValueError, match=f"^twin::norm_cast_blocks_transpose: .*{sentence}"):
         twin.norm_cast_blocks_transpose(*GOOD[:position], wrong, *GOOD[position + 1 :])
-    with pytest.raises(ValueError, match=r"a multiple of 16 columns, .* got 24"):
+    with pytest.raises(ValueError, match=r"a multiple of 16, .* got 24"):
         twin.norm_cast_blocks_transpose(torch.zeros(4, 24), torch.ones(24), None, *GOOD[3:])
