@@ -6,9 +6,10 @@
     GEMMs               `reference.ops.gemms.gemm_fp8_blocks`: chains of K = 128, each multiplied by its two scales
 
 There is no state between steps. The results of norms and activations are rounded to the activation dtype before they
-are cast, as under current scaling. Where a backward follows, a norm's result (`reference.ops.norms.norm_cast_blocks`),
-an activation and its gradient (`reference.ops.activations.activation_cast_blocks`) are in no memory then, nor are the
-gradients of q, k and v side by side. A token's scales are of that token alone, so its words do not depend on the batch.
+are cast, as under current scaling. Where the gradient of a weight is wanted, these are in no memory: a norm's result
+(`reference.ops.norms.norm_cast_blocks`), an activation and its gradient
+(`reference.ops.activations.activation_cast_blocks`), the gradients of q, k and v side by side. A token's scales are of
+that token alone, so its words do not depend on the batch.
 
 Names, defaults and meaning are Transformer Engine's (`transformer_engine.common.recipe.Float8BlockScaling`).
 """

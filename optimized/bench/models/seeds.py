@@ -42,7 +42,7 @@ WHAT = "a GPT's loss in FP8 and in bf16, by seed"
 KERNELS = (
     *train.KERNELS,
     *("activation_cast_blocks", "cast_blocks", "cat_cast_blocks", "gemm_fp8_blocks", "gemm_fp8_blocks_fused"),
-    *("cast_rowwise", "gemm_fp8_rowwise"),
+    *("cast_rowwise", "gemm_fp8_rowwise", "norm_cast_blocks", "norm_statistics"),
 )
 SETTINGS = replace(SIZES["124m"], accumulate=2, steps=2000, warmup=200)
 LABELS = {

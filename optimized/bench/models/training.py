@@ -55,7 +55,7 @@ def tables(payload: Payload) -> list[Table]:
     settings, text = payload["settings"], payload["text"]
     note = (
         f"{settings['steps']} steps of {settings['rows'] * settings['sequence']} bytes each, out of {text['bytes']:,} "
-        "bytes of Python's standard library. One run of each does not tell which is better; the table of seeds does."
+        "bytes of Python's standard library. One run of each does not tell which is better."
     )
     how = "Bits for each byte of text: a model that knows nothing needs 8."
     columns = ("", "last tenth of the steps", "held-out text")

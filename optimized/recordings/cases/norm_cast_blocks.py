@@ -41,11 +41,13 @@ def _call(
     dialect: str = "power_of_two",
     start: int = 0,
     weights: torch.dtype | None = None,
+    eps: float = 1e-5,
+    epsilon: float = 0.0,
 ) -> Call:
     weight, bias = (c.x(hidden, dtype=weights or dtype, start=start) for _ in range(2))
     x = c.x(rows, hidden, dtype=dtype, start=start, special=rows > 100)
     beta = bias if kind == "layernorm" and rows % 4 else None
-    return Call(twin.norm_cast_blocks_transpose, (x, weight, beta, 1e-5, bool(rows % 2), kind, q, dialect, 0.0))
+    return Call(twin.norm_cast_blocks_transpose, (x, weight, beta, eps, bool(rows % 2), kind, q, dialect, epsilon))
 
 
 def calls(c: Inputs) -> Calls:
@@ -55,6 +57,7 @@ def calls(c: Inputs) -> Calls:
         yield _call(c, kind, 3, 1024 * warps - 16 * (warps % 2), dtype)
     for dialect in DIALECTS:
         yield _call(c, "layernorm", 9, 48, dialect=dialect)
+        yield _call(c, "rmsnorm", 9, 48, dialect=dialect, eps=1.0, epsilon=2.0)
     for rows, hidden, start in ((0, 16, 0), (1, 16, 0), (3, 16400, 0), (3, 1040, 1), (128, 256, 0), (57, 80, 0)):
         yield _call(c, "layernorm", rows, hidden, start=start)
     for weights in WIDE:

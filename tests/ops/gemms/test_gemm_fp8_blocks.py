@@ -188,23 +188,31 @@ def test_the_layers_residuals_against_the_kernels_one_by_one(squares: tuple[bool
     assert_same_again(lambda: twin.gemm_fp8_blocks_bias_dropout_add(*given, state.clone()))
 
 
-@pytest.mark.parametrize("squares", [(False, False), (True, False)])
-def test_a_stage_is_released_when_its_scales_have_been_read(squares: tuple[bool, bool]) -> None:
+def check_released(squares: tuple[bool, bool], tiles: list[Tile], add: bool = False) -> None:
     """An arrival does not wait for a warp's loads, and after it the copy engine writes the stage again."""
-    formats = E4M3, E4M3
-    listed = [
-        gemm_fp8_blocks.config(*formats, BF16, squares, tile, 32).listed for tile, _ in gemm_fp8_blocks.costs(squares)
-    ]
-    # Without dropout, whose mask ordinary stores write.
-    listed += [
-        gemm_fp8_blocks.fused_config(formats, BF16, squares, tile, 32, False).listed
-        for tile in gemm_fp8_blocks.fused_tiles(squares)
-    ]
+    formats, out = (E4M3, E4M3), torch.float32 if add else BF16
+    listed = [gemm_fp8_blocks.config(*formats, out, squares, tile, 32, add).listed for tile in tiles]
+    if not add:  # without dropout, whose mask ordinary stores write
+        fused = [tile for tile in tiles if tile in gemm_fp8_blocks.fused_tiles(squares)]
+        listed += [gemm_fp8_blocks.fused_config(formats, BF16, squares, tile, 32, False).listed for tile in fused]
     for one in listed:
         cubin = compiler.build(*one).cubin
         opcodes = {instruction.opcode.split(".")[0] for instruction in sass.instructions(cubin)}
         assert opcodes >= {"LDS", "QGMMA", "SYNCS"}, one
         assert sass.unfinished_loads(cubin) == [], one
+
+
+@pytest.mark.parametrize(
+    ("squares", "add"), [((False, False), False), ((False, False), True), ((True, False), False)], ids=str
+)
+def test_a_stage_is_released_when_its_scales_have_been_read(squares: tuple[bool, bool], add: bool) -> None:
+    check_released(squares, [tile for tile, _ in gemm_fp8_blocks.costs(squares)], add)
+
+
+@pytest.mark.xfail(strict=True, reason="the arrival of `alternate` passes the loads of a's scales and b's square")
+def test_a_stage_is_released_when_its_squares_have_been_read() -> None:
+    """Tiles of 256 columns are left out: there the loads on their way are those of the next stage's scales."""
+    check_released((False, True), [tile for tile, _ in gemm_fp8_blocks.costs((False, True)) if tile.block_n < 256])
 
 
 def test_opcheck() -> None:
