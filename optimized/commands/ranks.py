@@ -20,7 +20,8 @@ from reference.support import files
 T = TypeVar("T")
 LIMIT = datetime.timedelta(minutes=10)  # of silence, and of waiting for all ranks to be there
 NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-START = "torchrun --nproc-per-node N --no-python twin train --data-parallel --groups N"
+# Before `--` torchrun takes --log for one of its own options.
+START = "torchrun --nproc-per-node N --no-python -- twin train --data-parallel --groups N"
 
 
 class Everywhere(CommandError):

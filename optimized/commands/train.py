@@ -3,7 +3,7 @@
     twin train                                     the smallest model on Python's standard library, with delayed scaling
     twin train notes/ --size micro --precision bf16
     twin train --resume                            go on where a run was killed, to the same bits
-    torchrun --nproc-per-node 4 --no-python twin train --data-parallel --groups 8 --accumulate 8
+    torchrun --nproc-per-node 4 --no-python -- twin train --data-parallel --groups 8 --accumulate 8
                                                    so many processes share each step, to the bits of one
 
 The folder of a run has checkpoint.safetensors, metrics.jsonl, loss.png and what was recorded. `--verify N` prints a

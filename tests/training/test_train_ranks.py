@@ -4,6 +4,7 @@ import contextlib
 import datetime
 import os
 import re
+import shlex
 import socket
 import sys
 import time
@@ -100,8 +101,14 @@ def on_ranks(
             process.kill()
         process.join(limit + 40)
         assert process.exitcode is not None, "a rank has not ended"
-        found.append(Ended(process.exitcode, *(Path(f"{path}.{what}").read_text() for what in ("out", "err"))))
+        found.append(Ended(process.exitcode, printed(f"{path}.out"), printed(f"{path}.err")))
     return found
+
+
+def printed(path: str) -> str:
+    """What a rank has printed, without the notice of a process that waits for a compiler."""
+    lines = Path(path).read_text().splitlines(keepends=True)
+    return "".join(line for line in lines if not line.startswith("twin-engine: preparing"))
 
 
 def hashes(out: str) -> list[str]:
@@ -168,6 +175,16 @@ def test_ranks_end_together_and_rank_0_says_why(text: str, tmp_path: Path) -> No
     assert not (tmp_path / "run").exists()
     refused(asked, "the loss of step 3 is nan: the run stops. One process, with --resume", event=_has_a_nan)
     refused([*asked, "--resume"], "the state of rank 1 after step 3 has the SHA-256", event=_has_another_weight)
+
+
+def test_torchrun_leaves_the_options_of_the_command_that_is_shown() -> None:
+    from torch.distributed.run import parse_args
+
+    shown = shlex.split(ranks.START.replace(" N", " 4"))
+    given = parse_args([*shown[1:], "--log", "2"])
+    assert shown[0] == "torchrun"
+    assert given.training_script == "twin"
+    assert given.training_script_args == ["train", "--data-parallel", "--groups", "4", "--log", "2"]
 
 
 def test_several_processes_must_be_asked_for(
