@@ -239,7 +239,7 @@ class _Run:
                 self._add(number, sha256=found)
                 self.bar.console.print(f"step {number} sha256 {found}", markup=False, highlight=False, soft_wrap=True)
             if due["save"]:
-                broken = unfinite(trainer)
+                broken = next(filter(None, self.me.gather(unfinite(trainer))), None)
                 if broken is not None:
                     raise self._broken(number, f"{broken} has a NaN or an infinity after step {number}")
                 if self.me.rank == 0:
