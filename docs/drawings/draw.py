@@ -291,6 +291,7 @@ DRAWINGS = {
     "gemm": gemm,
     "layer": layer,
     "norm": norm,
+    "parallel": machinery.parallel,
     "recipes": recipes,
     "record": machinery.record,
     "simulator": machinery.simulator,

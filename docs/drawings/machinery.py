@@ -1,4 +1,4 @@
-"""Drawings of what runs the kernels: compiling, tapes, recording, and a GPU that is simulated; see draw.py."""
+"""Drawings of what runs the kernels: compiling, tapes, recording, ranks, and a GPU that is simulated; see draw.py."""
 
 from itertools import pairwise
 
@@ -179,4 +179,49 @@ def simulator() -> Drawing:
         HOLLOW,
         12,
     )
+    return d
+
+
+def parallel() -> Drawing:
+    """The tree over a step's groups with who computes what, and a sum over K that passes through the ranks."""
+    d = Drawing(820, 520, "Ranks: a tree over groups of microbatches, and a chain over K that passes through the ranks")
+    d.text(20, 22, "A step's gradients: a sequence inside a group, a tree over groups", bold=True)
+    lefts = [150 + 165 * group for group in range(4)]
+    for y, label in ((58, "microbatches"), (114, "in .grad's dtype"), (170, "fp32"), (226, "the gradient")):
+        d.text(20, y, label, 12.5)
+    for group, left in enumerate(lefts):
+        for half in range(2):
+            d.box(left + 70 * half, 40, 70, 28, f"d{2 * group + half}", GRAD)
+        d.arrow(left + 70, 68, left + 70, 93)
+        d.box(left, 96, 140, 28, f"s{group} = d{2 * group} + d{2 * group + 1}", GRAD)
+    for pair, left in enumerate((232, 562)):
+        for side in (-1, 1):
+            d.arrow(left + 70 + 82 * side, 124, left + 70 + 40 * side, 149)
+        d.box(left, 152, 140, 28, f"s{2 * pair} + s{2 * pair + 1}", GRAD)
+        d.arrow(left + 70, 180, 422 if pair == 0 else 512, 205)
+    d.box(367, 208, 200, 28, "sum · 1/4, one rounding", GRAD)
+
+    d.text(20, 270, "Who computes which groups", bold=True)
+    for row, ranks in enumerate(((4,), (2, 2), (1, 1, 2), (1, 1, 1, 1))):
+        y, first = 282 + 27 * row, 0
+        d.text(20, y + 16, f"{len(ranks)} ranks" if row else "one process", 12.5)
+        for rank, count in enumerate(ranks):
+            left, last = lefts[first], lefts[first + count - 1] + 140
+            d.box(left, y, last - left, 22, f"rank {rank}", PALE)
+            first += count
+    d.text(150, 410, "Only whole sums of the tree travel, so nobody can see who made them.", 12)
+
+    d.text(20, 446, "A sum over K that ranks share: one chain", bold=True)
+    steps = (
+        (20, 190, "rank 0: its part of K,\nfrom +0", PALE),
+        (270, 190, "rank 1: its part of K,\nfrom what it is given", PALE),
+        (520, 130, "the last rank: scale,\nbias, one rounding", PALE),
+        (710, 90, "y", Y),
+    )
+    for left, width, label, fill in steps:
+        d.box(left, 460, width, 46, label, fill)
+    for (left, width, _, _), (following, _, _, _) in pairwise(steps):
+        d.arrow(left + width, 483, following - 3, 483)
+    for x in (240, 490):
+        d.text(x, 476, "fp32", 12, "middle")
     return d

@@ -3,6 +3,8 @@
     twin train                                     the smallest model on Python's standard library, with delayed scaling
     twin train notes/ --size micro --precision bf16
     twin train --resume                            go on where a run was killed, to the same bits
+    torchrun --nproc-per-node 4 --no-python -- twin train --data-parallel --groups 8 --accumulate 8
+                                                   so many processes share each step, to the bits of one
 
 The folder of a run has checkpoint.safetensors, metrics.jsonl, loss.png and what was recorded. `--verify N` prints a
 SHA-256 of weights, moments, scales, histories and random states every N steps. Losses are in nats per byte.
@@ -18,11 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import reference as te
-from optimized.commands import CommandError, outputs, positive
+from optimized.commands import CommandError, outputs, positive, ranks
 from optimized.cuda import device
 from optimized.training import checkpoint, corpus
 from optimized.training.diagnosis import first_unfinite, unfinite
@@ -41,6 +44,7 @@ OPTIONS: tuple[tuple[str, str, Any, str], ...] = (
     ("--rows", "rows", positive, "sequences of a microbatch"),
     ("--sequence", "sequence", positive, "bytes of a sequence"),
     ("--accumulate", "accumulate", positive, "microbatches of a step; FP8 weights are cast in the first"),
+    ("--groups", "groups", positive, "of a step's microbatches, which --data-parallel spreads over processes"),
     ("--rate", "learning_rate", float, "the highest learning rate"),
     ("--warmup", "warmup", positive, "steps until it is reached; a cosine follows, down to 0"),
     ("--weight-decay", "weight_decay", float, "of matrices"),
@@ -57,6 +61,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for option, name, parse, what in OPTIONS:
         parser.add_argument(option, dest=name, type=parse, help=f"{what} (nano: {getattr(SIZES['nano'], name)})")
     parser.add_argument("--recompute", action="store_const", const=True, help="activation checkpointing")
+    parser.add_argument(
+        "--data-parallel", action="store_true", help="share the run with the other processes of torchrun"
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: the GPU, if there is a Hopper GPU")
     parser.add_argument("--output", type=Path, default=Path("twin_train"), help="the run's folder (./twin_train)")
     parser.add_argument("--resume", action="store_true", help="go on with the run in the folder, if there is one")
@@ -99,11 +106,20 @@ def _check(args: argparse.Namespace, trainer: Trainer) -> None:
             f"--record {args.record}: the steps to come are {trainer.step + 1} to {trainer.settings.steps}; one of "
             f"them is accepted."
         )
+    if args.record is not None and args.data_parallel:
+        raise CommandError("--record with --data-parallel: a step of one process is recorded; leave one of them out.")
     if args.prompt is not None and (args.sample is None or not args.prompt):
         raise CommandError(f"--prompt {args.prompt!r}: a text of at least one byte, with --sample, is accepted.")
 
 
-def _device(name: str | None) -> torch.device:
+def _device(name: str | None, data_parallel: bool = False) -> torch.device:
+    if data_parallel and name != "cpu" and torch.cuda.is_available():
+        count = torch.cuda.device_count()
+        if not ranks.local_rank() < count:
+            raise CommandError(
+                f"LOCAL_RANK={ranks.local_rank()}: {count} GPUs are here; at most one process for each is accepted."
+            )
+        torch.cuda.set_device(ranks.local_rank())
     gpu = device.hopper() if name != "cpu" else None
     if name == "cuda" and gpu is None:
         raise CommandError(f"--device cuda: {device.problems()[0]}")
@@ -142,16 +158,21 @@ def _check_memory(settings: Settings, where: torch.device) -> None:
         )
 
 
-def _trainer(args: argparse.Namespace, console: Console) -> Trainer:
+def _trainer(args: argparse.Namespace, console: Console, where: torch.device, me: ranks.Ranks) -> Trainer:
     """A new run, or the one in the folder."""
     path = args.output / CHECKPOINT
     if os.path.lexists(path) and not args.resume:
         raise CommandError(f"--output {args.output}: there is a run; --resume goes on with it, or name another folder.")
     stored = _stored(path)
     settings = _settings(args, stored)
-    where = _device(args.device)
-    outputs.check("--output", args.output / METRICS, outputs.METRICS)
-    outputs.check("--output", args.output / PLOT, outputs.PLOT if stored is None else outputs.PICTURE)
+    if settings.groups < me.count:
+        raise CommandError(
+            f"--data-parallel: {me.count} ranks share steps of {settings.groups} groups; as many --groups, or fewer "
+            f"ranks, are accepted."
+        )
+    if me.rank == 0:
+        outputs.check("--output", args.output / METRICS, outputs.METRICS)
+        outputs.check("--output", args.output / PLOT, outputs.PLOT if stored is None else outputs.PICTURE)
     if args.record is not None:
         outputs.check("--record", args.output / STEP.format(args.record), outputs.STEP)
     try:
@@ -169,7 +190,9 @@ def _trainer(args: argparse.Namespace, console: Console) -> Trainer:
     say = "goes on after" if stored is not None else "there is no checkpoint in the folder, so it starts at"
     console.print(
         f"{millions:.1f} million parameters, {settings.precision}, on {where}; {settings.tokens:,} of "
-        f"{len(text.data):,} bytes a step" + f"; {say} step {trainer.step}" * args.resume,
+        f"{len(text.data):,} bytes a step"
+        + f", shared by {me.count} ranks" * (me.count > 1)
+        + f"; {say} step {trainer.step}" * args.resume,
         markup=False,
         highlight=False,
         soft_wrap=True,
@@ -178,12 +201,15 @@ def _trainer(args: argparse.Namespace, console: Console) -> Trainer:
 
 
 class _Run:
-    """The loop around a trainer: what is written and shown, and when."""
+    """The loop around a trainer: what is written and shown, and when.
 
-    def __init__(self, args: argparse.Namespace, trainer: Trainer, bar: Progress) -> None:
-        self.args, self.trainer, self.bar = args, trainer, bar
-        self.metrics = Metrics(args.output / METRICS, trainer.step)
-        if self.metrics.removed:
+    All ranks run it, so that all see the same losses, and stop at the same NaN; rank 0 writes.
+    """
+
+    def __init__(self, args: argparse.Namespace, trainer: Trainer, bar: Progress, me: ranks.Ranks) -> None:
+        self.args, self.trainer, self.bar, self.me = args, trainer, bar, me
+        self.metrics = Metrics(args.output / METRICS, trainer.step) if me.rank == 0 else None
+        if self.metrics is not None and self.metrics.removed:
             bar.console.print(self.metrics.removed, markup=False, highlight=False, soft_wrap=True)
         self.pending: list[tuple[int, torch.Tensor, torch.Tensor | None]] = []
         self.task = bar.add_task("training", total=trainer.settings.steps, completed=trainer.step, numbers="")
@@ -206,20 +232,37 @@ class _Run:
         verify = args.verify is not None and (last or number % args.verify == 0)
         if verify or any(due.values()):
             self._flush()
-            if due["evaluate"]:
+            if due["evaluate"] and self.metrics is not None:
                 self.metrics.add(number, held_out=trainer.evaluate())
             if verify:
-                found = trainer.digest()
-                self.metrics.add(number, sha256=found)
+                found = self._digest(number)
+                self._add(number, sha256=found)
                 self.bar.console.print(f"step {number} sha256 {found}", markup=False, highlight=False, soft_wrap=True)
             if due["save"]:
-                broken = unfinite(trainer)
+                broken = next(filter(None, self.me.gather(unfinite(trainer))), None)
                 if broken is not None:
                     raise self._broken(number, f"{broken} has a NaN or an infinity after step {number}")
-                trainer.save(args.output / CHECKPOINT)
+                if self.me.rank == 0:
+                    trainer.save(args.output / CHECKPOINT)
+                self.me.wait()
                 self.saved = number
             self.since = time.perf_counter()
         self.bar.update(self.task, completed=number)
+
+    def _add(self, number: int, **numbers: Any) -> None:
+        if self.metrics is not None:
+            self.metrics.add(number, **numbers)
+
+    def _digest(self, number: int) -> str:
+        """The hash of all state, of which each rank has its own copy."""
+        found = self.me.gather(self.trainer.digest())
+        for rank, one in enumerate(found):
+            if one != found[0]:
+                raise ranks.Everywhere(
+                    f"the state of rank {rank} after step {number} has the SHA-256 {one}, and that of rank 0 has "
+                    f"{found[0]}: the run stops. {self.kept()}"
+                )
+        return found[0]
 
     def _flush(self) -> None:
         """Write the metrics of the steps since the last time; reading their losses waits for a GPU."""
@@ -230,7 +273,7 @@ class _Run:
         for (number, _, norm), loss in zip(self.pending, losses, strict=True):
             more = speed if number == self.pending[-1][0] else {}
             given = None if norm is None else float(norm)
-            self.metrics.add(number, loss=loss, rate=settings.rate(number - 1), norm=given, **more)
+            self._add(number, loss=loss, rate=settings.rate(number - 1), norm=given, **more)
             for what, value in (("loss", loss), ("norm of the gradient", given)):
                 if value is not None and not math.isfinite(value):
                     raise self._broken(number, f"the {what} of step {number} is {value}")
@@ -240,6 +283,9 @@ class _Run:
 
     def _broken(self, number: int, what: str) -> CommandError:
         """The error for a NaN or an infinity in step `number`: where it was made, and what is kept."""
+        if self.me.count > 1:  # whose NaN is made on one of them only
+            made = "One process, with --resume and without --data-parallel, makes the same steps and names the op."
+            return ranks.Everywhere(f"{what}: the run stops. {made} {self.kept()}")
         self.bar.update(self.task, description="looking for its first op")
         made = first_unfinite(self.trainer, number, None if self.saved is None else self.args.output / CHECKPOINT)
         return CommandError(f"{what}: the run stops. {made} {self.kept()}")
@@ -251,17 +297,46 @@ class _Run:
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
-    try:
-        with files.locked(args.output, LOCK):
-            return _run(args, console)
-    except files.Locked as error:
-        raise CommandError(f"--output {args.output}: {error} Wait for its end, or name another folder.") from error
+    ranks.check(args.data_parallel)
+    where = _device(args.device, args.data_parallel)
+    me = ranks.join(where) if args.data_parallel else ranks.Ranks()
+    with contextlib.ExitStack() as held:
+        try:
+            return _run(args, Console(quiet=True) if me.rank else console, where, me, held)
+        except ranks.Everywhere:
+            me.wait()  # a launcher ends the other ranks when one has ended
+            if me.rank:
+                return 2
+            raise
 
 
-def _run(args: argparse.Namespace, console: Console) -> int:
-    """The whole run, in a folder that no other process trains in."""
-    trainer = _trainer(args, console)
+def _ready(
+    args: argparse.Namespace, console: Console, where: torch.device, me: ranks.Ranks, held: contextlib.ExitStack
+) -> Trainer:
+    """The run to make, in a folder in which no other process trains."""
+    if me.rank == 0:
+        try:
+            held.enter_context(files.locked(args.output, LOCK))
+        except files.Locked as error:
+            raise CommandError(f"--output {args.output}: {error} Wait for its end, or name another folder.") from error
+    trainer = _trainer(args, console, where, me)
     _check(args, trainer)
+    return trainer
+
+
+def _run(
+    args: argparse.Namespace, console: Console, where: torch.device, me: ranks.Ranks, held: contextlib.ExitStack
+) -> int:
+    """The whole run; `held` has the folder's lock."""
+    trainer = me.agreed(lambda: _ready(args, console, where, me, held))
+    all_of_them = me.gather(trainer.about())
+    for rank, about in enumerate(all_of_them):
+        for name, value in all_of_them[0].items():
+            if about[name] != value:
+                raise ranks.Everywhere(
+                    f"--data-parallel: rank {rank} has {name}={about[name]}, and rank 0 has {value}; the same options, "
+                    f"text and folder are accepted."
+                )
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -269,10 +344,11 @@ def _run(args: argparse.Namespace, console: Console) -> int:
         TextColumn("{task.fields[numbers]}"),
     )
     with Progress(*columns, TimeRemainingColumn(), console=console) as bar:
-        loop = _Run(args, trainer, bar)
+        loop = _Run(args, trainer, bar, me)
         try:
-            while trainer.step < trainer.settings.steps:
-                loop.step()
+            with me.listening(loop.kept):
+                while trainer.step < trainer.settings.steps:
+                    loop.step()
         except KeyboardInterrupt:
             console.print(f"Interrupted in step {trainer.step + 1}. {loop.kept()}", markup=False, soft_wrap=True)
             return 130
@@ -287,6 +363,10 @@ def _run(args: argparse.Namespace, console: Console) -> int:
             ) from error
         except files.NotWritten as error:
             raise CommandError(f"{error} {loop.kept()}") from error
+    if args.data_parallel:
+        dist.destroy_process_group()
+    if loop.metrics is None:
+        return 0
     loop.metrics.plot(args.output / PLOT)
     if args.sample is not None:
         written = trainer.sample((args.prompt or PROMPT).encode(), args.sample)

@@ -1,0 +1,118 @@
+"""The processes of torchrun that share a run: who they are, what they tell each other, and how they end.
+
+An error that all know of ends all of them with its sentence, which rank 0 says. A rank that ends by itself is missed by
+the others: over gloo as soon as it is gone, over NCCL after `LIMIT` at the latest.
+"""
+
+import contextlib
+import datetime
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from optimized.commands.errors import CommandError
+from reference.support import files
+
+T = TypeVar("T")
+LIMIT = datetime.timedelta(minutes=10)  # of silence, and of waiting for all ranks to be there
+NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+# Before `--` torchrun takes --log for one of its own options.
+START = "torchrun --nproc-per-node N --no-python -- twin train --data-parallel --groups N"
+
+
+class Everywhere(CommandError):
+    """An error that all ranks raise."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among `count` that share a run; alone it talks to nobody."""
+
+    rank: int = 0
+    count: int = 1
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's value, by rank."""
+        if self.count == 1:
+            return [value]
+        found: list[Any] = [None] * self.count
+        dist.all_gather_object(found, value)
+        return found
+
+    def wait(self) -> None:
+        """Go on when all ranks are here."""
+        if self.count > 1:
+            dist.barrier()
+
+    def agreed(self, make: Callable[[], T]) -> T:
+        """What `make()` returns; where it is refused on one rank, all raise that sentence."""
+        made, refusal = None, None
+        try:
+            made = make()
+        except (CommandError, files.NotWritten, files.Damaged) as error:
+            refusal = str(error)
+        with self.listening():
+            refusals = self.gather(refusal)
+        for rank, one in enumerate(refusals):
+            if one is not None:
+                raise Everywhere(f"rank {rank}: {one}" if rank else one)
+        return made  # type: ignore[return-value]
+
+    @contextlib.contextmanager
+    def listening(self, kept: Callable[[], str] = str) -> Iterator[None]:
+        """Say in a sentence that another rank is gone; `kept()` follows it."""
+        try:
+            yield
+        except RuntimeError as error:  # of gloo no other type tells
+            if self.count == 1 or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
+                raise
+            what = f"another rank has ended, or has said nothing for {LIMIT.total_seconds():g} s: this one ends, too."
+            raise CommandError(f"rank {self.rank}: {what} {kept()}".rstrip()) from error
+
+
+def world_size() -> int:
+    """The processes that a launcher says it has started; 1 without one."""
+    return _number("WORLD_SIZE") if "WORLD_SIZE" in os.environ else 1
+
+
+def local_rank() -> int:
+    """This process among those on the machine: the number of its GPU."""
+    return _number("LOCAL_RANK")
+
+
+def check(data_parallel: bool) -> None:
+    """Refuse several processes that were not asked for, and one that no launcher has started."""
+    if not data_parallel:
+        if world_size() > 1:
+            raise CommandError(
+                f"WORLD_SIZE={world_size()}: so many processes would each train the same; --data-parallel, with "
+                f"--groups, lets them share a run, and one process is accepted without it."
+            )
+        return
+    missing = [name for name in NEEDED if name not in os.environ]
+    if missing:
+        raise CommandError(f"--data-parallel: {', '.join(missing)} is not set; `{START}` sets it.")
+    if not _number("RANK") < world_size():
+        raise CommandError(f"RANK={_number('RANK')} with WORLD_SIZE={world_size()}; a smaller one is accepted.")
+
+
+def _number(name: str) -> int:
+    text = os.environ[name]
+    if not (text.isascii() and text.isdigit()):
+        raise CommandError(f"{name}={text!r}; a whole number is accepted, as torchrun sets it.")
+    return int(text)
+
+
+def join(where: torch.device) -> Ranks:
+    """Meet the other processes: over NCCL on GPUs, over gloo on CPUs."""
+    gpu = where if where.type == "cuda" else None
+    try:
+        dist.init_process_group("gloo" if gpu is None else "nccl", timeout=LIMIT, device_id=gpu)
+    except (RuntimeError, ValueError) as error:
+        said = str(error).split("\n")[0]
+        raise CommandError(f"--data-parallel: rank {_number('RANK')} did not meet the others: {said}") from error
+    return Ranks(dist.get_rank(), dist.get_world_size())
