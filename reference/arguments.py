@@ -195,7 +195,7 @@ _STREAM = Rule(lambda x: x is None or isinstance(x, torch.Stream), _any, "None a
 _NAMES: list[tuple[Rule, str]] = [
     (_ONE_RANK, "tp_group cp_group"),
     (_GROUP, "Linear.tp_group LayerNormLinear.tp_group LayerNormMLP.tp_group MultiheadAttention.tp_group"),
-    (_GROUP, "TransformerLayer.tp_group"),
+    (_GROUP, "TransformerLayer.tp_group checkpoint.tp_group"),
     (_SIZE, "tp_size"),
     (_ONE_OF_RANKS, "cp_global_ranks"),
     (_STREAM, "cp_stream"),
