@@ -173,7 +173,7 @@ _FLAGS = Rule(
 _ONE_RANK = Rule(
     lambda x: x is None or is_group(x),
     lambda x: x is None or dist.get_world_size(x) == 1,
-    "None and a process group of one rank are accepted (tensor and context parallelism are not offered)",
+    "None and a process group of one rank are accepted (several ranks are not offered here)",
 )
 _GROUP = Rule(
     lambda x: x is None or is_group(x),
