@@ -173,7 +173,7 @@ _FLAGS = Rule(
 _ONE_RANK = Rule(
     lambda x: x is None or is_group(x),
     lambda x: x is None or dist.get_world_size(x) == 1,
-    "None and a process group of one rank are accepted (tensor and context parallelism are not offered)",
+    "None and a process group of one rank are accepted (several ranks are not offered here)",
 )
 _GROUP = Rule(
     lambda x: x is None or is_group(x),
@@ -195,7 +195,7 @@ _STREAM = Rule(lambda x: x is None or isinstance(x, torch.Stream), _any, "None a
 _NAMES: list[tuple[Rule, str]] = [
     (_ONE_RANK, "tp_group cp_group"),
     (_GROUP, "Linear.tp_group LayerNormLinear.tp_group LayerNormMLP.tp_group MultiheadAttention.tp_group"),
-    (_GROUP, "TransformerLayer.tp_group"),
+    (_GROUP, "TransformerLayer.tp_group checkpoint.tp_group"),
     (_SIZE, "tp_size"),
     (_ONE_OF_RANKS, "cp_global_ranks"),
     (_STREAM, "cp_stream"),

@@ -335,10 +335,10 @@ def checkpoint(
     Args:
         function: a module or function that does the same each time it runs.
         use_reentrant: accepted as in Transformer Engine; the recomputation is always non-reentrant, with the same bits.
-        distribute_saved_activations: tensor parallelism; not offered.
+        distribute_saved_activations: a part of each input on each rank of tp_group; not offered.
         get_rng_state_tracker: gives a tracker of random states (`get_states`, `set_states`); the recomputation starts
             with the states of the first run, and leaves those that it finds.
-        tp_group: None or a process group of one rank, without effect.
+        tp_group: None or a process group, without effect: each rank keeps its inputs.
         context_fn, determinism_check, debug: as in `torch.utils.checkpoint.checkpoint`.
 
     Raises:

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from reference.support import groups
+from reference.support.groups import bytes_of
 
 Band = tuple[int, int]
 """The first row of a band and the one after its last."""
@@ -40,11 +41,6 @@ def bands(rows: int) -> list[Band]:
     count = -(-rows // BAND)
     step = BAND * -(-count // BANDS)
     return [(first, min(first + step, rows)) for first in range(0, rows, step)]
-
-
-def _bytes(x: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor, uint8 `[n]`."""
-    return x.view(-1).view(torch.uint8) if x.numel() else x.new_empty(0, dtype=torch.uint8)
 
 
 def ranks_of(group: str) -> tuple[int, int]:
@@ -78,12 +74,12 @@ def passed_on(
             accumulator: torch.Tensor | None = None
             if piece or rank:
                 accumulator = torch.empty((band[1] - band[0], shape[1]), dtype=torch.float32, device=device)
-                dist.recv(_bytes(accumulator), group=found, group_src=(rank - 1) % count)
+                dist.recv(bytes_of(accumulator), group=found, group_src=(rank - 1) % count)
             accumulator = part(piece, band, accumulator).contiguous()
             if piece + 1 == rounds and rank + 1 == count:
                 ended.append(end(band, accumulator))
             else:
-                sent = dist.isend(_bytes(accumulator), group=found, group_dst=(rank + 1) % count)
+                sent = dist.isend(bytes_of(accumulator), group=found, group_dst=(rank + 1) % count)
                 on_their_way.append((sent, accumulator))
     for sent, _ in on_their_way:
         sent.wait()
@@ -104,11 +100,11 @@ def from_last(
     found, (_, count) = groups.group_of(group), ranks_of(group)
     if not scatter:
         whole = torch.empty(shape, dtype=dtype, device=device) if out is None else out.contiguous()
-        dist.broadcast(_bytes(whole), group=found, group_src=count - 1)
+        dist.broadcast(bytes_of(whole), group=found, group_src=count - 1)
         return whole
     own = torch.empty((shape[0] // count, shape[1]), dtype=dtype, device=device)
-    pieces = None if out is None else [_bytes(one) for one in out.contiguous().chunk(count)]
-    dist.scatter(_bytes(own), pieces, group=found, group_src=count - 1)
+    pieces = None if out is None else [bytes_of(one) for one in out.contiguous().chunk(count)]
+    dist.scatter(bytes_of(own), pieces, group=found, group_src=count - 1)
     return own
 
 
@@ -117,11 +113,5 @@ def gathered_rows(group: str, x: torch.Tensor) -> torch.Tensor:
     found, (_, count) = groups.group_of(group), ranks_of(group)
     whole = x.new_empty((count * x.shape[0], *x.shape[1:]))
     if whole.numel():
-        dist.all_gather([_bytes(one) for one in whole.chunk(count)], _bytes(x.contiguous()), group=found)
+        dist.all_gather([bytes_of(one) for one in whole.chunk(count)], bytes_of(x.contiguous()), group=found)
     return whole
-
-
-def largest(group: str, x: torch.Tensor) -> torch.Tensor:
-    """The maximum of x over the ranks, in place."""
-    dist.all_reduce(x, op=dist.ReduceOp.MAX, group=groups.group_of(group))
-    return x

@@ -31,6 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from reference.arguments import is_group, is_int
 from reference.parallel.gradient_tree import Nodes, nodes, owned, push
 from reference.state import scaling
+from reference.support.groups import bytes_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _BUCKET = 1 << 24  # numbers that travel together where no hook of DDP says so
@@ -90,6 +91,13 @@ class GradientOrder:
             count: microbatches of a step, on all ranks together; a multiple of the groups.
             find_unused_parameters: a parameter may have no gradient on some ranks; the ranks tell each other which.
                 DistributedDataParallel has its own argument of that name.
+
+        Raises:
+            ValueError: count is no multiple of the groups, or a parameter has a gradient before the step.
+            TypeError: a parameter has another dtype than those in `DTYPES`.
+            RuntimeError: a step is open in this thread; the last backward ran without `tree_hook`; or, without
+                find_unused_parameters, a parameter has no gradient on this rank. Ranks on which it has one then wait
+                for this rank until their group's timeout.
         """
         share = self.share(count)
         parameters: list[torch.Tensor] = [p for p in model.parameters() if p.requires_grad]
@@ -115,6 +123,7 @@ class GradientOrder:
                     "GradientOrder: the last backward of the step communicated by no hook of this order; "
                     "model.register_comm_hook(order, te.parallel.tree_hook) is accepted."
                 )
+            self._done = []  # fp32 sums as large as the model
 
     def _check(self, model: torch.nn.Module, parameters: Sequence[torch.Tensor]) -> None:
         named: dict[torch.Tensor, str] = {p: name for name, p in model.named_parameters()}
@@ -167,7 +176,6 @@ class GradientOrder:
                 if p.grad is None:
                     p.grad = torch.empty_like(p)
                 p.grad.copy_(view)  # in place: it may be memory of a CUDA graph
-        self._done = []
 
     def _used(self, parameters: list[torch.Tensor], find_unused: bool) -> list[torch.Tensor]:
         """The parameters that have a gradient on any rank."""
@@ -188,6 +196,8 @@ class GradientOrder:
 
     def _mean(self, flat: torch.Tensor, leaf: Sums) -> None:
         """Replace `flat` [n], whose parts `leaf` are this rank's last group, by the mean over all groups."""
+        if not flat.numel():  # on every rank
+            return
         found: Nodes[torch.Tensor] = []
         for which, sums in self._done:
             node = torch.full_like(flat, -0.0, dtype=torch.float32)
@@ -216,7 +226,6 @@ class GradientOrder:
             for i, node in enumerate(mine):
                 _scatter(given[:, i], node)
         pieces = out.new_empty(sum(counts), size, dtype=dtype)
-        # Bytes: not every backend knows every dtype.
         _all_to_all(pieces, given, counts, [len(mine)] * ranks, size, self.process_group)
         found: Nodes[torch.Tensor] = []
         rows = iter(pieces.to(torch.float32))
@@ -225,7 +234,7 @@ class GradientOrder:
                 push(found, which, next(rows), self.groups, torch.Tensor.add_)
         piece = self._scaled(found[0][1]).to(out.dtype)
         target = out if whole else out.new_empty(ranks * size)
-        _all_gather(_bytes(target), _bytes(piece), group=self.process_group)
+        _all_gather(bytes_of(target), bytes_of(piece), group=self.process_group)
         if not whole:
             out.copy_(target[: out.numel()])
 
@@ -334,16 +343,11 @@ def _scatter(pieces: torch.Tensor, node: torch.Tensor) -> None:
         pieces[full, : node.numel() - full * size].copy_(node[full * size :])
 
 
-def _bytes(x: torch.Tensor) -> torch.Tensor:
-    """The words of x, as a backend can send them that does not know its dtype."""
-    return x.reshape(-1).view(torch.uint8)
-
-
 def _all_to_all(
     out: torch.Tensor, given: torch.Tensor, counts: list[int], sent: list[int], size: int, group: Any
 ) -> None:
     """Rows of `size` numbers: `sent[r]` of `given` to rank r, `counts[r]` from it, in the order of ranks."""
     each = size * given.element_size()
     dist.all_to_all_single(
-        _bytes(out), _bytes(given), [each * n for n in counts], [each * n for n in sent], group=group
+        bytes_of(out), bytes_of(given), [each * n for n in counts], [each * n for n in sent], group=group
     )

@@ -40,6 +40,7 @@ from reference.recipes.quantizer import (
     Quantizer,
 )
 from reference.recipes.roles import GemmRoles, Roles
+from reference.support import groups
 
 
 class Shared(NamedTuple):
@@ -144,7 +145,8 @@ class SharedCurrent(Current):
 
     def _of_amax(self, amax: torch.Tensor) -> torch.Tensor:
         """The scale, fp32 `[1]`, of the largest of the ranks' amaxes, fp32 `[1, 1]`, which is changed."""
-        return twin.current_scale(chain.largest(self.group, amax), *self.how)  # type: ignore[no-any-return]
+        groups.largest(amax, groups.group_of(self.group))
+        return twin.current_scale(amax, *self.how)  # type: ignore[no-any-return]
 
     def scale(self, x: torch.Tensor) -> torch.Tensor:
         amax = torch.zeros(1, 1, dtype=torch.float32, device=x.device)

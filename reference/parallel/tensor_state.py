@@ -50,7 +50,18 @@ def part_of_state(model: torch.nn.Module, state: Mapping[str, Any], rank: int, c
 
 
 def whole_state(model: torch.nn.Module, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The state_dict of the model in one process from those of all ranks, in order; `model` is any rank's."""
+    """The state_dict of the model in one process from those of all ranks, in order; `model` is any rank's.
+
+    Raises:
+        ValueError: a layer is shared by another number of ranks than there are states.
+    """
+    for name, module in model.named_modules():
+        size = getattr(module, "tp_size", 1)
+        if hasattr(module, "partitions") and size not in (1, len(states)):
+            raise ValueError(
+                f"whole_state: {len(states)} states of a model whose {name or type(module).__name__} is shared by "
+                f"{size} ranks; the states of all {size} are accepted."
+            )
     found = dict(states[0])
     for name, dim, sizes in _partitions(model):
         if name in found:

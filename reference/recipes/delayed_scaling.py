@@ -15,6 +15,7 @@ from reference.recipes.base import Format, Recipe, check_recipe
 from reference.recipes.quantized import PER_TENSOR, Operand, Quantized, cast_together, gemm_bias, per_tensor
 from reference.recipes.quantizer import ActivationPlan, NormPlan, Produced, Quantizer
 from reference.recipes.roles import Role
+from reference.support import groups
 
 MAX_MARGIN = 18
 _POWERS = tuple(2.0**-margin for margin in range(MAX_MARGIN + 1))  # torch 2.11's compiler keeps a power symbolic
@@ -119,15 +120,11 @@ class DelayedScaling(Recipe):
 
 
 def reduce_amaxes(histories: list[torch.Tensor], group: Any) -> None:
-    """Take the maximum of every row 0 over the process group, in one collective.
-
-    fp32 words are compared as integers, as by `twin::amax`: a maximum of floats has no order that all backends share if
-    one is NaN.
-    """
-    amaxes = torch.cat([history[0] for history in histories]).view(torch.int32)
-    dist.all_reduce(amaxes, op=dist.ReduceOp.MAX, group=group)
+    """Take the maximum of every row 0 over the process group, in one collective."""
+    amaxes = torch.cat([history[0] for history in histories])
+    groups.largest(amaxes, group)
     for history, amax in zip(histories, amaxes.split([h.shape[1] for h in histories]), strict=True):
-        history[0].copy_(amax.view(torch.float32))
+        history[0].copy_(amax)
 
 
 class Delayed(Quantizer):

@@ -1,7 +1,11 @@
-"""Process groups in plans: by name, because plans are hashed, compared, pickled and traced by compilers."""
+"""Process groups in plans: by name, because plans are hashed, compared, pickled and traced by compilers.
+
+And what more than one room does with their ranks: bytes to send, the largest of amaxes.
+"""
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 
@@ -14,3 +18,17 @@ def name_of(group: Any) -> str:
 def group_of(name: str) -> Any:
     """The process group with that name."""
     return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type,unused-ignore]
+
+
+def bytes_of(x: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor, uint8 `[n]`: a backend can send it that does not know the dtype."""
+    return x.view(-1).view(torch.uint8) if x.numel() else x.new_empty(0, dtype=torch.uint8)
+
+
+def largest(amaxes: torch.Tensor, group: Any) -> None:
+    """Replace contiguous fp32 amaxes, from +0 on, by their maximum over the ranks of a process group.
+
+    Their words are compared as integers, as by `twin::amax`: a maximum of floats has no order that all backends share
+    if one is NaN.
+    """
+    dist.all_reduce(amaxes.view(torch.int32), op=dist.ReduceOp.MAX, group=group)

@@ -128,7 +128,7 @@ def test_tensor_parallel_arguments_are_refused() -> None:
         NotImplementedError, match="distribute_saved_activations=True is not offered; False is accepted"
     ):
         te.checkpoint(torch.relu, torch.ones(1), distribute_saved_activations=True)
-    with pytest.raises(TypeError, match="checkpoint: tp_group='tp'; None and a process group of one rank are accepted"):
+    with pytest.raises(TypeError, match="checkpoint: tp_group='tp'; None and a process group of which"):
         te.checkpoint(torch.relu, torch.ones(1), tp_group="tp")
 
 

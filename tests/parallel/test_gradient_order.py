@@ -83,6 +83,15 @@ def expected(dtype: torch.dtype, unused: bool, groups: int = GROUPS) -> list[dic
     return list(steps(Model(dtype, unused), GradientOrder(groups), dtype, unused))
 
 
+def empty_bucket(order: GradientOrder) -> list[dict[str, torch.Tensor]]:
+    """The words after a step of a model whose only parameter of one dtype has no number."""
+    model = torch.nn.Module()
+    model.empty, model.weight = torch.nn.Parameter(torch.zeros(0)), torch.nn.Parameter(torch.ones(5, dtype=BF16))
+    for number in order.microbatches(model, order.groups):
+        (model.empty.sum() + (1.1**number * model.weight.float()).sum()).backward()
+    return [words(model)]
+
+
 def worker(rank: int, world: int, port: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world, timeout=LIMIT)
     failed, found = {}, {}
@@ -103,6 +112,7 @@ def worker(rank: int, world: int, port: int, folder: str) -> None:
             found[f"a module {unused}", dtype] = list(steps(Model(dtype, unused), GradientOrder(GROUPS), dtype, unused))
     order = GradientOrder(world)  # a group a rank: its own dtype travels
     found["a group a rank", BF16] = list(steps(Model(BF16, False), order, BF16, False))
+    found["an empty bucket", BF16] = empty_bucket(GradientOrder(2 * world - 1))  # of which some ranks have two sums
     torch.save((failed, found), Path(folder) / f"{rank}.pt")
     dist.destroy_process_group()
 
@@ -126,6 +136,8 @@ def test_ranks_have_the_words_of_one_process(world: int, tmp_path: Path) -> None
             alone = once[name in ("unused", "a module True"), dtype]
             if name == "a group a rank":
                 alone = expected(dtype, False, world)
+            if name == "an empty bucket":
+                alone = empty_bucket(GradientOrder(2 * world - 1))
             for step, (one, other) in enumerate(zip(of_steps, alone, strict=True)):
                 assert one.keys() == other.keys()
                 for key in one:

@@ -52,6 +52,8 @@ def test_a_run_goes_on_on_two_ranks_and_back(tmp_path: Path) -> None:
     assert_same_bits(step(layers, 3, 0, 1), step(of_ranks, 3, 0, 1), "y after that")
     with pytest.raises(ValueError, match=r"part_of_state: 0\.self_attention\.layernorm_qkv\.query_weight has shape"):
         part_of_state(rank, found[0][""]["state"], 0, 2)
+    with pytest.raises(ValueError, match=r"^whole_state: 1 states of a model whose 0 is shared by 2 ranks"):
+        whole_state(rank, [found[0][""]["state"]])
 
 
 def model_of_a_rank() -> torch.nn.Module:

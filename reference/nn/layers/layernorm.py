@@ -148,7 +148,9 @@ class _Norm(TransformerEngineBaseModule):
     Args:
         normalized_shape: size of the last dimension.
         eps: added to the variance.
-        sequence_parallel: accepted as in Transformer Engine, without effect, because there is one rank.
+        sequence_parallel: the attribute of that name of the parameters, as in Transformer Engine; None sets none. A
+            norm of its own has no group: under sequence parallelism its gradients are sums over this rank's tokens,
+            and Megatron-LM adds those of parameters that have True there.
         sm_margin: only 0 is offered.
         params_dtype, dtype: of the parameters; None is torch's default dtype.
         zero_centered_gamma: keep γ − 1 in `weight`.
@@ -190,6 +192,10 @@ class _Norm(TransformerEngineBaseModule):
         self.weight = torch.nn.Parameter(empty)
         beta = torch.nn.Parameter(torch.empty_like(empty)) if self.kind == "layernorm" else None
         self.register_parameter("bias", beta)
+        if sequence_parallel is not None:
+            self.sequence_parallel = sequence_parallel
+            for parameter in self.parameters():
+                parameter.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
         if not self.weight.is_meta:
             self.reset_parameters()
 

@@ -272,7 +272,7 @@ def others(group: Any, count: int, rank: int, what: str) -> dict[str, torch.Tens
         x = part(numbers(step, SEQUENCE, BATCH, 256), 0, rank, count).requires_grad_()
         with te.autocast(recipe=te.DelayedScaling(amax_history_len=1, reduce_amax=False)):
             if what == "computed again":
-                y = te.checkpoint(layer, x)
+                y = te.checkpoint(layer, x, tp_group=group)
             else:
                 y = layer(x, is_first_microbatch=first if what == "microbatches" else None)
         y.backward(part(numbers(9, SEQUENCE, BATCH, 256), 0, rank, count))

@@ -92,3 +92,13 @@ def test_loads_torchs_own_checkpoint() -> None:
 def test_refusals(make: Any, error: type[Exception], sentence: str) -> None:
     with pytest.raises(error, match=sentence):
         make()
+
+
+@pytest.mark.parametrize("norm", [te.LayerNorm, te.RMSNorm])
+@pytest.mark.parametrize("given", [None, False, True])
+def test_parameters_say_whether_ranks_have_tokens_of_their_own(norm: Any, given: bool | None) -> None:
+    layer = norm(8, sequence_parallel=given)
+    assert layer.sequence_parallel is bool(given)
+    marks = [getattr(p, "sequence_parallel", None) for p in layer.parameters()]
+    assert marks == [given] * len(marks)
+    assert marks
