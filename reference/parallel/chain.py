@@ -122,6 +122,10 @@ def gathered_rows(group: str, x: torch.Tensor) -> torch.Tensor:
 
 
 def largest(group: str, x: torch.Tensor) -> torch.Tensor:
-    """The maximum of x over the ranks, in place."""
-    dist.all_reduce(x, op=dist.ReduceOp.MAX, group=groups.group_of(group))
+    """The maximum of x, fp32 amaxes, over the ranks, in place.
+
+    Words are compared as integers, as by `twin::amax`: a maximum of floats has no order that all backends share if one
+    is NaN.
+    """
+    dist.all_reduce(x.view(torch.int32), op=dist.ReduceOp.MAX, group=groups.group_of(group))
     return x
