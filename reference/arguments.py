@@ -61,9 +61,8 @@ _OFF: list[tuple[tuple[Any, ...], str]] = [
     ((None,), "tensor_parallel_mode userbuffers_options op_kwargs"),
     ((False,), "tensor_parallel cache_quantized_input overwrite_input"),
     ((True,), "rowwise"),
-    ((False,), "Float8CurrentScalingQuantizer.use_existing_amax with_amax_reduction pin_memory internal"),
+    ((False,), "Float8CurrentScalingQuantizer.use_existing_amax pin_memory internal"),
     ((None,), "Float8CurrentScalingQuantizer.scale Float8CurrentScalingQuantizer.amax"),
-    ((None,), "Float8CurrentScalingQuantizer.amax_reduction_group"),
 ]
 OFF = {name: accepted for accepted, names in _OFF for name in names.split()}
 
@@ -195,7 +194,7 @@ _STREAM = Rule(lambda x: x is None or isinstance(x, torch.Stream), _any, "None a
 _NAMES: list[tuple[Rule, str]] = [
     (_ONE_RANK, "tp_group cp_group"),
     (_GROUP, "Linear.tp_group LayerNormLinear.tp_group LayerNormMLP.tp_group MultiheadAttention.tp_group"),
-    (_GROUP, "TransformerLayer.tp_group checkpoint.tp_group"),
+    (_GROUP, "TransformerLayer.tp_group checkpoint.tp_group Float8CurrentScalingQuantizer.amax_reduction_group"),
     (_SIZE, "tp_size"),
     (_ONE_OF_RANKS, "cp_global_ranks"),
     (_STREAM, "cp_stream"),
@@ -278,7 +277,7 @@ _NAMES: list[tuple[Rule, str]] = [
     (_SCALE, "ops.ClampedSwiGLU.limit ops.ClampedSwiGLU.alpha"),
     (_OFFSET, "ops.ClampedSwiGLU.glu_linear_offset"),
     (_FLAG, "ops.Quantize.forward ops.Quantize.backward"),
-    (_FLAG, "columnwise force_pow_2_scales requires_grad"),
+    (_FLAG, "columnwise force_pow_2_scales requires_grad with_amax_reduction"),
     (_FP8_DTYPE, "fp8_dtype"),
     (_LEAST_AMAX, "amax_epsilon"),
     (_ACTIVATION_DTYPE, "Float8Tensor.dtype Quantizer.make_empty.dtype fake_dtype"),

@@ -2,7 +2,8 @@
 
     q, scale_inv = twin::cast(x)          each number times a scale, rounded to E4M3 or E5M2
     delayed   the scale is `scale`; amax = max(itself, max |x|), where NaN does not count
-    current   the scale is `twin::current_scale` of x, amax_epsilon and force_pow_2_scales
+    current   the scale is `twin::current_scale` of x, amax_epsilon and force_pow_2_scales; with_amax_reduction: that of
+              the largest of the ranks' amaxes, which is that of their tensors as one
 
 x is fp32, bf16 or fp16, of any shape. It is cast as rows of 16 numbers, filled up with zeros, which change no amax. The
 gradient passes as it is.
@@ -16,12 +17,13 @@ from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 
-from reference.arguments import check_arguments
+from reference.arguments import check_arguments, check_unread
 from reference.float8.quantized_tensor import QuantizedTensor
 from reference.numbers.formats import E4M3, E5M2, WIDE_DTYPES
 from reference.ops.library import twin
-from reference.support import not_offered
+from reference.support import groups, not_offered
 
 __all__ = ["DType", "Float8CurrentScalingQuantizer", "Float8Quantizer", "Quantizer"]
 
@@ -229,10 +231,18 @@ class Float8CurrentScalingQuantizer(Quantizer):
         device: where `make_empty` makes tensors.
         rowwise: only True.
         columnwise: whether tensors keep the transposed codes.
-        use_existing_amax, with_amax_reduction, amax_reduction_group, scale, amax: only their defaults; the first and
-            the last two have no effect in Transformer Engine either.
+        use_existing_amax, scale, amax: only their defaults; they have no effect in Transformer Engine either.
+        with_amax_reduction: take the largest of the amaxes that the ranks of a group find, NaN not counting. Then each
+            rank quantizes as many tensors, in the same order, also those without numbers; writing to a Float8Tensor
+            quantizes it, too.
+        amax_reduction_group: that process group; None is the default one.
         force_pow_2_scales: round scales down to a power of two.
         amax_epsilon: the least amax, a finite number of at least 0.
+
+    Raises:
+        ValueError: `amax_reduction_group` without `with_amax_reduction`, this process is none of its ranks, or no
+            process group has been initialized.
+        TypeError: `amax_reduction_group` is no process group.
     """
 
     def __init__(
@@ -250,7 +260,19 @@ class Float8CurrentScalingQuantizer(Quantizer):
         scale: torch.Tensor | None = None,
         amax: torch.Tensor | None = None,
     ) -> None:
-        check_arguments("Float8CurrentScalingQuantizer", locals())
+        name = "Float8CurrentScalingQuantizer"
+        check_arguments(name, locals())
+        if not with_amax_reduction:
+            given = {"amax_reduction_group": amax_reduction_group}
+            check_unread(
+                name, given, {"amax_reduction_group": None}, "with_amax_reduction=False", "with_amax_reduction=True"
+            )
+        elif not (dist.is_available() and dist.is_initialized()):
+            raise ValueError(
+                f"{name}: with_amax_reduction=True before torch.distributed.init_process_group; False is accepted."
+            )
+        # By its name, because quantizers are copied and pickled with their tensors.
+        self._group = groups.name_of(amax_reduction_group) if with_amax_reduction else None
         self.dtype = DType(fp8_dtype)
         self.device = torch.device(device)
         self.force_pow_2_scales, self.amax_epsilon = force_pow_2_scales, float(amax_epsilon)
@@ -258,7 +280,22 @@ class Float8CurrentScalingQuantizer(Quantizer):
 
     def scaling(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         how = (FORMATS[self.dtype].dtype, self.force_pow_2_scales, self.amax_epsilon)
+        if self._group is not None:
+            amax = torch.zeros(1, 1, dtype=torch.float32, device=rows.device)
+            twin.amax(rows, amax, 0)
+            groups.largest(amax, groups.group_of(self._group))
+            rows = amax
         return twin.current_scale(rows, *how), None
+
+    @property
+    def with_amax_reduction(self) -> bool:
+        """Whether amaxes are the largest of a group's."""
+        return self._group is not None
+
+    @property
+    def amax_reduction_group(self) -> Any:
+        """The process group over which amaxes are reduced; None is none."""
+        return None if self._group is None else groups.group_of(self._group)
 
     def _device(self) -> torch.device:
         return self.device

@@ -70,7 +70,8 @@ class autocast(ThreadContextManager):
         recipe: one of `te.recipe`, as it is now (its fields may be set later); None is `DelayedScaling()`. With FP8 and
             calibration off it is not read and may be any object.
         amax_reduction_group: process group over which amaxes are maximised, by a recipe that keeps them and has
-            reduce_amax; None is the default group. Nothing else reads it: Megatron always gives it.
+            reduce_amax; None is the default group. Nothing else reads it, as in Transformer Engine, whose layers reduce
+            over tp_group under current scaling: Megatron always gives it.
         _graph: only False is offered.
 
     Source: Transformer Engine's `autocast`.

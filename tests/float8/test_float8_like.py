@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from shared.bits import assert_same_bits
 
 import reference as te
@@ -109,8 +110,18 @@ def test_what_is_refused() -> None:
         (lambda: current(E4M3, "cpu", force_pow_2_scales=2), TypeError, "force_pow_2_scales=2"),
         (
             lambda: current(E4M3, "cpu", with_amax_reduction=True),
-            NotImplementedError,
-            "with_amax_reduction=True",
+            ValueError,
+            r"with_amax_reduction=True before torch\.distributed\.init_process_group; False is accepted\.$",
+        ),
+        (
+            lambda: current(E4M3, "cpu", amax_reduction_group=dist.ProcessGroup(0, 2)),
+            ValueError,
+            "amax_reduction_group=.* with with_amax_reduction=False, where nothing reads it; None is accepted, or with",
+        ),
+        (
+            lambda: current(E4M3, "cpu", with_amax_reduction=True, amax_reduction_group="tp"),
+            TypeError,
+            r"amax_reduction_group='tp'; None and a process group of which this process is a rank are accepted\.$",
         ),
         (lambda: current(E4M3, "cpu", amax=one), NotImplementedError, "amax=<a torch.float32 tensor> is not offered"),
         (lambda: quantizer(torch.ones(2, dtype=torch.int32)), TypeError, "the tensor to quantize is torch.int32"),

@@ -67,7 +67,7 @@ struct ScaleCopies {
 // A policy of a configuration, as `Added`. Square blocks of B need tiles that lie within a block, or begin with one.
 template <int kRows, int kRun, bool kSquareA, bool kSquareB>
 struct Scaled {
-    static constexpr bool kPromotes = true;
+    static constexpr bool kPromotes = true, kLoadsStage = true;
     static constexpr bool kReadsStage = !kSquareB;  // while it promotes
     template <class Gemm>
     using Mainloop = SplitMainloop<Gemm>;

@@ -246,7 +246,10 @@ struct SplitMainloop : Mainloop<typename Gemm::Map> {
         const auto finish = [&](float (&partials)[kStageBlocks][kAcc], int count = kStageBlocks) {
 #pragma unroll
             for (int c = 0; c < kStageBlocks; c++) wgmma_hold(partials[c]);
-            if constexpr (!Config::Promotion::kReadsStage) this->release(ring.empty(previous));
+            if constexpr (Config::Promotion::kLoadsStage && !Config::Promotion::kReadsStage)
+                this->release_read(ring.empty(previous));
+            else if constexpr (!Config::Promotion::kReadsStage)
+                this->release(ring.empty(previous));
 #pragma unroll
             for (int c = 0; c < kStageBlocks; c++)
                 if (c < count) take(partials[c], previous);
@@ -309,9 +312,9 @@ struct SplitMainloop : Mainloop<typename Gemm::Map> {
 // main loop asks into how many parts a tile's columns are cut, and says when a tile begins. Of each k-block it calls load
 // as early as it can, take_loaded when the chain has begun, and then the policy itself for each part of the columns;
 // `first` is the accumulator of the part's first sum. It gives what the configuration has in the stage (kBesideBytes);
-// with kReadsStage that is still there when the policy runs.
+// with kLoadsStage its threads load from there, and with kReadsStage that is still there when the policy runs.
 struct Added {
-    static constexpr bool kPromotes = true, kReadsStage = false;
+    static constexpr bool kPromotes = true, kLoadsStage = false, kReadsStage = false;
     template <class Gemm>
     using Mainloop = SplitMainloop<Gemm>;
 
