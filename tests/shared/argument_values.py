@@ -106,6 +106,7 @@ OTHERS: dict[str, list[Any]] = {
     **each("tp_group cp_group tensor_parallel_group", ["a group"]),
     **each("name ub_name rng_tracker_name", ["another"]),
     **each("layer_number seq_length micro_batch_size", [3]),
+    **each("tp_size", [2]),
     **each("limit alpha glu_linear_offset", [0.3]),
     **each("input inp hidden_states query_layer key_layer value_layer encoder_output", ["negative"]),
     "num_attention_heads": [1], "num_gqa_groups": [1], "parameters_split": [("a", "b"), {"a": 8, "b": 24}],
@@ -165,7 +166,8 @@ WHERE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 REFUSED = each(
     """tp_group cp_group tensor_parallel_group cp_stream inference_params use_fp8 attention_backend
     LayerNorm.hidden_size RMSNorm.hidden_size DotProductAttention.num_attention_heads DotProductAttention.kv_channels
-    DotProductAttention.num_gqa_groups max_seqlen_q max_seqlen_kv""",
+    DotProductAttention.num_gqa_groups max_seqlen_q max_seqlen_kv LayerNormMLP.tp_size MultiheadAttention.tp_size
+    TransformerLayer.tp_size""",
     True,
 )
 # An encoder has no cross-attention, and one length.
@@ -180,7 +182,10 @@ WITHOUT_EFFECT = {
     **each("name ub_name", "a label for logs and debuggers"),
     **each("seq_length micro_batch_size", "sizes to warm up for, which Transformer Engine does not read"),
     **each(
-        "sequence_parallel parallel_mode set_parallel_mode cp_comm_type cp_global_ranks",
+        """parallel_mode set_parallel_mode cp_comm_type cp_global_ranks Linear.sequence_parallel
+        LayerNormLinear.sequence_parallel LayerNormMLP.sequence_parallel DotProductAttention.sequence_parallel
+        MultiheadAttention.sequence_parallel TransformerLayer.sequence_parallel ops.BasicLinear.sequence_parallel
+        ops.Linear.sequence_parallel""",
         "parallelism over one rank is none; of several: tests/nn/core/test_tensor_parallel.py",
     ),
     **{f"TransformerLayer.ub_{name}": "acts with ub_tp_comm_overlap alone, which is refused" for name in
