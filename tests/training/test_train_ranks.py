@@ -149,6 +149,7 @@ def test_ranks_print_the_hashes_of_one_process_and_a_run_goes_on_with_others(
     )
 
 
+@pytest.mark.slow
 def test_a_rank_that_says_nothing_ends_the_others_in_time(text: str, tmp_path: Path) -> None:
     since = time.monotonic()
     first, _ = on_ranks(2, [text, *SHARED, "--output", str(tmp_path / "run")], tmp_path, 6, _sleeps)
