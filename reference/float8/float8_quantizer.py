@@ -23,6 +23,7 @@ from reference.arguments import check_arguments, check_unread
 from reference.float8.quantized_tensor import QuantizedTensor
 from reference.numbers.formats import E4M3, E5M2, WIDE_DTYPES
 from reference.ops.library import twin
+from reference.recipes.current_scaling import scale_of_ranks
 from reference.support import groups, not_offered
 
 __all__ = ["DType", "Float8CurrentScalingQuantizer", "Float8Quantizer", "Quantizer"]
@@ -281,10 +282,7 @@ class Float8CurrentScalingQuantizer(Quantizer):
     def scaling(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         how = (FORMATS[self.dtype].dtype, self.force_pow_2_scales, self.amax_epsilon)
         if self._group is not None:
-            amax = torch.zeros(1, 1, dtype=torch.float32, device=rows.device)
-            twin.amax(rows, amax, 0)
-            groups.largest(amax, groups.group_of(self._group))
-            rows = amax
+            return scale_of_ranks(rows, self._group, *how), None
         return twin.current_scale(rows, *how), None
 
     @property

@@ -21,12 +21,12 @@ from typing import NamedTuple
 
 import torch
 
-from reference.ops.casts.cast_transpose import ceil16
+from reference.ops.casts.cast_transpose import ceil16, transpose_codes
 from reference.ops.gemms.gemm_part import CUTS
 from reference.ops.library import twin
 from reference.parallel import chain
 from reference.recipes.block_scaling import InBlocks
-from reference.recipes.current_scaling import Current
+from reference.recipes.current_scaling import Current, scale_of_amaxes, scale_of_ranks
 from reference.recipes.delayed_scaling import Delayed
 from reference.recipes.quantized import Operand, Quantized, per_tensor, pieces_of, products, rows_of_operand
 from reference.recipes.quantizer import (
@@ -40,7 +40,6 @@ from reference.recipes.quantizer import (
     Quantizer,
 )
 from reference.recipes.roles import GemmRoles, Roles
-from reference.support import groups
 
 
 class Shared(NamedTuple):
@@ -143,21 +142,14 @@ class SharedCurrent(Current):
         self.group = group
         self.key = (*one.key, group)  # type: ignore[misc]
 
-    def _of_amax(self, amax: torch.Tensor) -> torch.Tensor:
-        """The scale, fp32 `[1]`, of the largest of the ranks' amaxes, fp32 `[1, 1]`, which is changed."""
-        groups.largest(amax, groups.group_of(self.group))
-        return twin.current_scale(amax, *self.how)  # type: ignore[no-any-return]
-
     def scale(self, x: torch.Tensor) -> torch.Tensor:
-        amax = torch.zeros(1, 1, dtype=torch.float32, device=x.device)
-        twin.amax(x.contiguous(), amax, 0)
-        return self._of_amax(amax)
+        return scale_of_ranks(x, self.group, *self.how)
 
     def scale_of_activation(self, h: torch.Tensor, kind: str, y: torch.Tensor) -> torch.Tensor:
         amax = torch.zeros(1, 1, dtype=torch.float32, device=h.device)
         one = torch.ones(1, dtype=torch.float32, device=h.device)
         twin.activation_cast_transpose(h, kind, one, amax, 0, self.dtype)  # for the amax of the fp32 activation
-        return self._of_amax(amax)
+        return scale_of_amaxes(amax, self.group, *self.how)
 
     quantize_together = Quantizer.quantize_together
     norm = Quantizer.norm
@@ -184,9 +176,8 @@ class Gathered(Around):
         q = chain.gathered_rows(self.group, own.row.codes)
         q_t = None
         if transpose:
-            q_t = q.new_zeros((q.shape[1], ceil16(q.shape[0])), dtype=torch.uint8)
-            q_t[:, : q.shape[0]] = q.view(torch.uint8).t()
-            q_t = q_t.view(q.dtype)
+            q_t = q.new_empty((q.shape[1], ceil16(q.shape[0])))
+            transpose_codes(q, q_t)
         assert own.row.scales is not None
         return per_tensor(q, q_t, own.row.scales)
 

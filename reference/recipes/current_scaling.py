@@ -27,6 +27,7 @@ from reference.recipes.base import Format, MMParams, QParams, Recipe, check_reci
 from reference.recipes.quantized import PER_TENSOR, Operand, Quantized, cast_together, dgrad, fprop, per_tensor
 from reference.recipes.quantizer import ActivationPlan, NormPlan, Produced, Quantizer
 from reference.recipes.roles import Role
+from reference.support import groups
 
 _FAST, _SPLIT = MMParams(use_split_accumulator=False), MMParams()
 _PLAIN = QParams()
@@ -101,6 +102,21 @@ def _check_quantization(what: str, value: Any) -> None:
     number = isinstance(epsilon, (int, float)) and not isinstance(epsilon, bool) and math.isfinite(epsilon)
     if not number or not 0 <= epsilon <= torch.finfo(torch.float32).max:
         raise ValueError(f"{what}: amax_epsilon={epsilon!r}; a finite number of fp32, from 0 on, is accepted.")
+
+
+def scale_of_amaxes(amax: torch.Tensor, group: str, *how: Any) -> torch.Tensor:
+    """The scale, fp32 `[1]`, of the largest of a group's amaxes, each fp32 `[1, 1]` and replaced by it; `how` as in
+    `twin::current_scale`.
+    """
+    groups.largest(amax, groups.group_of(group))
+    return twin.current_scale(amax, *how)  # type: ignore[no-any-return]
+
+
+def scale_of_ranks(x: torch.Tensor, group: str, *how: Any) -> torch.Tensor:
+    """`twin::current_scale` of a tensor of which each rank of a group has a part, x."""
+    amax = torch.zeros(1, 1, dtype=torch.float32, device=x.device)
+    twin.amax(x.contiguous(), amax, 0)
+    return scale_of_amaxes(amax, group, *how)
 
 
 class Current(Quantizer):

@@ -38,12 +38,13 @@ def nvdisasm() -> Path:
     return Path(found)
 
 
-def disassembly(cubin: bytes) -> str:
-    """The text that nvdisasm, which reads files only, makes of a cubin."""
+def disassembly(cubin: bytes, *options: str) -> str:
+    """The text that nvdisasm, which reads files only, makes of a cubin; `options` as on its command line."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        return subprocess.run([nvdisasm(), "-c", file.name], capture_output=True, text=True, check=True).stdout
+        command = [nvdisasm(), *options, "-c", file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def opcodes(cubin: bytes, function: str) -> Counter[str]:
@@ -66,11 +67,7 @@ class Instruction(NamedTuple):
 
 def instructions(cubin: bytes) -> list[Instruction]:
     """A cubin's instructions in their order."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [nvdisasm(), "-hex", "-c", file.name]
-        lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    lines = disassembly(cubin, "-hex").splitlines()
     found = []
     for line, after in itertools.pairwise(lines):  # the second half of an instruction's bits stands on the next line
         match, high = _LINE.search(line), re.match(r"\s+/\* 0x([0-9a-f]{16}) \*/", after)

@@ -61,15 +61,15 @@ class GemmConfig:
 
 def fp8_config(
     kernel: str,
-    types: tuple[torch.dtype, torch.dtype, torch.dtype],
+    types: tuple[torch.dtype, ...],
     tile: Tile,
     of_tile: str,
     others: Mapping[str, int | str] | None = None,
     epilogue_bytes: int = 0,
 ) -> GemmConfig:
-    """A configuration of a kernel that multiplies FP8: its macros are the `types` of a, b and the output, those that it
-    reads `of_tile`, and `others`.
+    """A configuration of a kernel that multiplies FP8: its macros are the `types` of a, b and, if it has a choice, the
+    output, those that it reads `of_tile`, and `others`.
     """
-    formats = dict(zip(("A_FORMAT", "B_FORMAT", "OUT"), (TYPES[one] for one in types), strict=True))
+    formats = dict(zip(("A_FORMAT", "B_FORMAT", "OUT")[: len(types)], (TYPES[one] for one in types), strict=True))
     macros = formats | tile.macros(*of_tile.split()) | dict(others or {})
     return GemmConfig(kernel, tile, tuple(macros.items()), epilogue_bytes)

@@ -171,10 +171,10 @@ def gemm_fp8_blocks_tiled(
     if leaves_staged(tile, (a_square, b_square), out_dtype, add):
         (m, n), stride = out.shape, out.element_size() * out.shape[1]
         maps = (tensor_map_2d(out.data_ptr(), out.dtype, m, n, stride, _BOX_ROWS, _BOX_COLUMNS, swizzle=0).argument,)
-    return launch_tiles(one, a, b, (*maps, *_arguments(found)), bias, out, cut)
+    return launch_tiles(one, a, b, (*maps, *scale_arguments(found)), bias, out, cut)
 
 
-def _arguments(scales: Sequence[torch.Tensor | None]) -> tuple[int | np.int32, ...]:
+def scale_arguments(scales: Sequence[torch.Tensor | None]) -> tuple[int | np.int32, ...]:
     """Those of `loadable` scales, which must live until the launch."""
     return tuple(x for of in scales if of is not None for x in (of.data_ptr(), np.int32(of.stride(0))))
 
@@ -259,7 +259,7 @@ def gemm_fp8_blocks_bias_dropout_add(
         addend, *found = [loadable(of) for of in (residual, a_scale_inv, b_scale_inv)]
         assert addend is not None
         mask = (pointer(rng_state) if drop else 0, np.uint32(threshold(p)), np.float32(keep_scale(p)))
-        launch_tiles(one, a, b, (addend.data_ptr(), *mask, *_arguments(found)), bias, out, None)
+        launch_tiles(one, a, b, (addend.data_ptr(), *mask, *scale_arguments(found)), bias, out, None)
     if drop:
         assert rng_state is not None
         dropout.advance(rng_state)

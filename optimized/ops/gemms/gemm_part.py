@@ -16,7 +16,7 @@ from optimized.cuda import launch
 from optimized.ops.casts.amax import WIDE, pointer
 from optimized.ops.gemms import gemm as gemm_16
 from optimized.ops.gemms import gemm_fp8_blocks as blocks
-from optimized.ops.gemms.gemm_config import FP8, HALVES, TYPES, GemmConfig
+from optimized.ops.gemms.gemm_config import FP8, HALVES, TYPES, GemmConfig, fp8_config
 from optimized.ops.gemms.gemm_operands import bias_arguments, check_devices, loadable, operand_maps
 from optimized.ops.gemms.gemm_tile import FP8_TILES, TILES, Tile, cheapest_tile, multiprocessors, select_tile
 from reference.ops.gemms.gemm_part import blocks_part_outputs, end_outputs, fp8_part_outputs, part_outputs
@@ -30,26 +30,16 @@ SQUARES = ((False, False), (False, True), (True, False))
 @functools.lru_cache(maxsize=1024)
 def config(a: torch.dtype, b: torch.dtype, accumulate: str, tile: Tile) -> GemmConfig:
     """One configuration of kernels/gemms/gemm_fp8_part.cu."""
-    macros: dict[str, int | str] = {
-        "A_FORMAT": TYPES[a],
-        "B_FORMAT": TYPES[b],
-        "PROMOTION": "Added" if accumulate == "split" else "OneChain",
-        **tile.macros("WARPGROUPS", "BLOCK_N", "STAGES", "CLUSTER", "ACROSS", "NARROW"),
-    }
-    return GemmConfig("gemm_fp8_part", tile, tuple(macros.items()))
+    promotion = {"PROMOTION": "Added" if accumulate == "split" else "OneChain"}
+    return fp8_config("gemm_fp8_part", (a, b), tile, "WARPGROUPS BLOCK_N STAGES CLUSTER ACROSS NARROW", promotion)
 
 
 @functools.lru_cache(maxsize=1024)
 def blocks_config(a: torch.dtype, b: torch.dtype, squares: tuple[bool, bool], tile: Tile) -> GemmConfig:
     """One configuration of kernels/gemms/gemm_fp8_blocks_part.cu."""
-    macros: dict[str, int | str] = {
-        "A_FORMAT": TYPES[a],
-        "B_FORMAT": TYPES[b],
-        "SQUARE_A": int(squares[0]),
-        "SQUARE_B": int(squares[1]),
-        **tile.macros("WARPGROUPS", "BLOCK_N", "NARROW", "STAGES"),
-    }
-    return GemmConfig("gemm_fp8_blocks_part", tile, tuple(macros.items()), blocks.beside_bytes(tile, squares))
+    others = {"SQUARE_A": int(squares[0]), "SQUARE_B": int(squares[1])}
+    beside = blocks.beside_bytes(tile, squares)
+    return fp8_config("gemm_fp8_blocks_part", (a, b), tile, "WARPGROUPS BLOCK_N NARROW STAGES", others, beside)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -181,9 +171,9 @@ def gemm_fp8_blocks_part_tiled(
     cut: int | None = None,
 ) -> torch.Tensor:
     """`gemm_fp8_blocks_part` with a given tile, one of `gemm_fp8_blocks.costs((a_square, b_square))`."""
-    scales = [one for one in map(loadable, (a_scale_inv, b_scale_inv)) if one is not None]
-    arguments = [x for one in scales for x in (one.data_ptr(), np.int32(one.stride(0)))]
-    return _launch(blocks_config(a.dtype, b.dtype, (a_square, b_square), tile), a, b, accumulator, arguments, cut)
+    scales = [loadable(one) for one in (a_scale_inv, b_scale_inv)]
+    one = blocks_config(a.dtype, b.dtype, (a_square, b_square), tile)
+    return _launch(one, a, b, accumulator, blocks.scale_arguments(scales), cut)
 
 
 def _launch(
