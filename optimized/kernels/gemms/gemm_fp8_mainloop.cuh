@@ -246,14 +246,17 @@ struct SplitMainloop : Mainloop<typename Gemm::Map> {
         const auto finish = [&](float (&partials)[kStageBlocks][kAcc], int count = kStageBlocks) {
 #pragma unroll
             for (int c = 0; c < kStageBlocks; c++) wgmma_hold(partials[c]);
-            if constexpr (Config::Promotion::kLoadsStage && !Config::Promotion::kReadsStage)
-                this->release_read(ring.empty(previous));
-            else if constexpr (!Config::Promotion::kReadsStage)
-                this->release(ring.empty(previous));
+            const auto give_back = [&] {
+                if constexpr (Config::Promotion::kLoadsStage)
+                    this->release_read(ring.empty(previous));
+                else
+                    this->release(ring.empty(previous));
+            };
+            if constexpr (!Config::Promotion::kReadsStage) give_back();
 #pragma unroll
             for (int c = 0; c < kStageBlocks; c++)
                 if (c < count) take(partials[c], previous);
-            if constexpr (Config::Promotion::kReadsStage) this->release_read(ring.empty(previous));
+            if constexpr (Config::Promotion::kReadsStage) give_back();
         };
         const auto next = [&] { previous = ring.stage.index, ring.advance(); };
         int stages = (k_blocks + kStageBlocks - 1) / kStageBlocks;

@@ -1,6 +1,7 @@
 // Rows of a norm: parameters, and the written order of a row's sum.
 //
-// Which kernel runs when (optimized/ops/norms/norm.py, norm_backward.py and norm_cast_transpose.py choose):
+// Which kernel runs when (optimized/ops/norms/norm.py, norm_backward.py, norm_cast_transpose.py and norm_cast_blocks.py
+// choose):
 //
 //   file                    form                                rows
 //   norm.cu                 in registers (norm_held.cuh)        hidden <= 16384, a multiple of 8
@@ -8,6 +9,8 @@
 //                           VECTOR 0: element by element        any other hidden
 //   norm_cast_transpose.cu  a warp has a row (norm_held.cuh)    hidden <= 1024, a multiple of 16
 //                           CLUSTER: blocks share a row         hidden <= 16384, a multiple of 16
+//   norm_statistics.cu      in registers (norm_held.cuh)        before norm_cast_blocks.cu, which reads x again
+//   norm_cast_blocks.cu     a tile of 128 x 128 (cast_blocks)   hidden a multiple of 16
 //   norm_backward.cu        in registers                        hidden <= 8192, a multiple of 8
 //                           KEPT: twice from shared memory      hidden <= 16384; layernorm of 5120 in 16 bits
 //                           a block to a row, slowly            any other hidden, and fp32 beyond 8192
