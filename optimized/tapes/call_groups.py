@@ -14,7 +14,6 @@ or recording a call costs as much as running it. So where shapes keep changing, 
 own, this ends after `MOST_MISSES` times.
 """
 
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -94,7 +93,12 @@ class CallGroup:
 
     def moved(self, addresses: tuple[int, ...], tensors: list[torch.Tensor]) -> Tape | None:
         """The recorded tape at other addresses, if it serves there."""
-        tape = None if self.relocatable is None else self.relocatable.at(addresses, tensors)
+        tape = None
+        if self.relocatable is not None:
+            try:
+                tape = self.relocatable.at(addresses, tensors)
+            except NotRelocatable:
+                self.relocatable = None
         if tape is not None:
             if counts.moved >= MOST_MOVED:
                 counts.moved = 0
@@ -142,9 +146,7 @@ class CallGroup:
         self.usable = watch.usable and in_place and same and not {-1, SCRATCH} & set(needed)
         self.needed, self.saved_places, self.recorded = needed, located, True
         self.add(addresses, tape)
-        self.relocatable = None
-        with contextlib.suppress(NotRelocatable):
-            self.relocatable = RelocatableTape(tape, tensors)
+        self.relocatable = RelocatableTape(tape, tensors)
         return found, saved
 
     def saved(self, sources: Sequence[torch.Tensor | None]) -> Tensors:

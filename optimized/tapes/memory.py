@@ -104,34 +104,64 @@ def arrange(
 ) -> tuple[list[Place], tuple[int, int]]:
     """A place for each allocation, and the bytes of the arena and of the scratch.
 
-    A temporary lies at the first place of the scratch that is free while it lives.
+    A temporary lies in memory of a result or of the arena that is used later, or else in the scratch: the largest one
+    first, each at the first place that is free while it lives.
 
     Args:
         allocated: all allocations in their order.
         results: by the number of an allocation, which result it is.
         saved: the numbers of the allocations that are saved for backward.
     """
-    places: list[Place] = []
-    used: list[tuple[int, int, int]] = []  # parts of the scratch: first byte, end, and until which allocation
-    arena = scratch = 0
+    sizes = [max(1, -(-one.size // _ALIGNMENT)) * _ALIGNMENT for one in allocated]
+    where: dict[int, tuple[int, int]] = {}
+    taken: dict[int, list[_Taken]] = {}  # by the number of a storage
+    room: dict[int, int] = {}  # bytes in which temporaries may lie, besides the scratch
+    arena = 0
     for i, one in enumerate(allocated):
-        size = max(1, -(-one.size // _ALIGNMENT)) * _ALIGNMENT
-        where, offset = SCRATCH, 0
         if i in results:
-            where = FIRST + results[i]
+            number, first = FIRST + results[i], 0
+            room[number] = one.size
         elif i in saved or not one.size:  # all tensors without elements have the address 0
-            where, offset = ARENA, arena
-            arena += size
+            number, first = ARENA, arena
+            room[ARENA] = arena = arena + sizes[i]
         else:
-            used = sorted(other for other in used if other[2] > i)
-            for begin, end, _ in used:
-                if offset + size <= begin:
-                    break
-                offset = max(offset, end)
-            used.append((offset, offset + size, one.until))
-            scratch = max(scratch, offset + size)
-        places.append(Place(where, offset, *one.like))
-    return places, (arena, scratch)
+            continue
+        where[i] = number, first
+        taken.setdefault(number, []).append(_Taken(first, first + sizes[i], i, sys.maxsize))
+    scratch = 0
+    for i in sorted(set(range(len(allocated))) - set(where), key=lambda i: -sizes[i]):
+        one = allocated[i]
+        for number in (*room, SCRATCH):
+            others = taken.setdefault(number, [])
+            first = _first_free(others, i, one.until, sizes[i])
+            if number == SCRATCH or first + one.size <= room[number]:
+                break
+        if number == SCRATCH:
+            scratch = max(scratch, first + sizes[i])
+        where[i] = number, first
+        others.append(_Taken(first, first + sizes[i], i, one.until))
+    return [Place(*where[i], *one.like) for i, one in enumerate(allocated)], (arena, scratch)  # type: ignore[arg-type]
+
+
+class _Taken(NamedTuple):
+    """Bytes of a storage, from allocation `since` on and before allocation `until`."""
+
+    first: int
+    end: int
+    since: int
+    until: int
+
+
+def _first_free(taken: Sequence[_Taken], since: int, until: int, size: int) -> int:
+    """The first byte of `size` bytes that nothing has taken at any time in between."""
+    first = 0
+    for other in sorted(taken):
+        if other.since >= until or other.until <= since:
+            continue
+        if first + size <= other.first:
+            break
+        first = max(first, other.end)
+    return first
 
 
 class Results:

@@ -91,13 +91,15 @@ def _ones(addresses: Sequence[int]) -> list[int]:
 class RelocatableTape:
     """A recorded tape by the tensors of its call.
 
-    Raises:
-        NotRelocatable: it cannot be moved.
+    Its arguments are packed when it moves for the first time: where addresses repeat at once it never does.
     """
 
     def __init__(self, tape: Tape, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = RecordedTensors(tensors)
         self._entries = tape.entries
+        self._packed = False
+
+    def _pack(self) -> None:
         self._places: list[tuple[int, int, int]] = []  # of an address: its word, the tensor, the offset
         self._maps: list[tuple[int, int, int]] = []  # of a tensor map: its first byte, the tensor, the offset
         packed = bytearray()
@@ -124,6 +126,7 @@ class RelocatableTape:
         self._starts = np.array(starts, np.int64)
         words = np.array(self._places, np.int64).reshape(-1, 3)
         self._words, self._numbers, self._offsets = np.ascontiguousarray(words.T)
+        self._packed = True
 
     def _add_address(self, start: int, address: int) -> None:
         found = self._tensors.find(address)
@@ -151,9 +154,15 @@ class RelocatableTape:
         return address if found is None else addresses[found[0]] + found[1]
 
     def at(self, addresses: Sequence[int], tensors: Sequence[torch.Tensor]) -> Tape | None:
-        """The tape for a call whose tensors lie at other addresses; None if it is not the same but for these."""
+        """The tape for a call whose tensors lie at other addresses; None if it is not the same but for these.
+
+        Raises:
+            NotRelocatable: it cannot be moved at all.
+        """
         if not self._tensors.are_like(addresses, tensors):
             return None
+        if not self._packed:
+            self._pack()
         room = np.empty(len(self._buffer) + _STRUCT // _WORD, np.int64)
         skipped = -room.ctypes.data % _STRUCT // _WORD
         buffer = room[skipped : skipped + len(self._buffer)]

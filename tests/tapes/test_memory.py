@@ -1,12 +1,14 @@
 """Where the tensors of a played call lie, and what a tape knows of the ops of PyTorch that it holds."""
 
+import sys
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shared.bits import assert_same_bits
 
 from optimized.tapes import tape_recorder
-from optimized.tapes.memory import Place, TensorRef, place_of, tensors_of
+from optimized.tapes.memory import ARENA, FIRST, SCRATCH, Place, TensorRef, arrange, place_of, tensors_of
 
 
 def test_a_place_is_a_tensor_in_the_storage_of_another() -> None:
@@ -78,3 +80,48 @@ def test_in_inference_mode_what_splits_a_tensor_is_a_view(
         views += [x.select(dim, i) for i in range(sizes[dim])]
         assert all(torch._C._is_alias_of(x, view) for view in views)  # type: ignore[attr-defined]
     assert seen.usable
+
+
+class _Allocated:
+    """What `arrange` reads of an allocation."""
+
+    def __init__(self, size: int, until: int) -> None:
+        self.size, self.until, self.like = size, until, (torch.Size([size]), (1,), torch.uint8)
+
+
+@settings(deadline=None)
+@given(
+    drawn=st.lists(
+        st.tuples(st.integers(0, 5000), st.integers(1, 6), st.sampled_from(["result", "saved", "temporary"]))
+    ),
+)
+def test_what_lives_at_a_time_lies_apart(drawn: list[tuple[int, int, str]]) -> None:
+    lasting = [(i, kind) for i, (_, _, kind) in enumerate(drawn) if kind != "temporary"]
+    allocated = [
+        _Allocated(size, i + lives if kind == "temporary" else sys.maxsize)
+        for i, (size, lives, kind) in enumerate(drawn)
+    ]
+    results = {i: number for number, i in enumerate(i for i, kind in lasting if kind == "result")}
+    saved: set[int | None] = {i for i, kind in lasting if kind == "saved"}
+    places, (arena, scratch) = arrange(allocated, results, saved)  # type: ignore[arg-type]
+    room = {ARENA: arena, SCRATCH: scratch, **{FIRST + number: allocated[i].size for i, number in results.items()}}
+    for i, (one, place) in enumerate(zip(allocated, places, strict=True)):
+        assert place.offset % 512 == 0
+        assert place.offset + one.size <= room[place.number]
+        if i in results:
+            assert place[:2] == (FIRST + results[i], 0)
+        if i in saved:
+            assert place.number == ARENA
+        for other, its in list(zip(allocated, places, strict=True))[:i]:
+            if other.until > i and its.number == place.number:  # both live when `one` begins
+                apart = place.offset + one.size <= its.offset or its.offset + other.size <= place.offset
+                assert apart
+
+
+def test_a_temporary_lies_in_memory_that_is_used_later() -> None:
+    """A result of 4 KB comes last: three of the temporaries before it fit in there, two of them at one place."""
+    sizes = ((2048, 2), (2048, 2), (2048, 3), (4096, sys.maxsize))
+    allocated = [_Allocated(*one) for one in sizes]
+    places, (arena, scratch) = arrange(allocated, {3: 0}, set())  # type: ignore[arg-type]
+    assert (arena, scratch) == (0, 0)
+    assert [place[:2] for place in places] == [(FIRST, 0), (FIRST, 2048), (FIRST, 0), (FIRST, 0)]

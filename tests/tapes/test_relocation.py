@@ -217,7 +217,7 @@ def test_where_addresses_are_sought() -> None:
     ]
     for beyond in (x.data_ptr() + 58, big.data_ptr() + 255):
         with pytest.raises(NotRelocatable):
-            RelocatableTape(copies((beyond, 0)), [x, y])
+            RelocatableTape(copies((beyond, 0)), [x, y]).at([x.data_ptr(), y.data_ptr()], [x, y])
 
 
 def test_calls_that_are_not_alike_but_for_addresses() -> None:
@@ -271,7 +271,7 @@ def test_a_struct_whose_addresses_nobody_names_is_fixed() -> None:
     packed = np.dtype([("n", "i4"), ("at", "u8")])  # at 4 bytes
     for struct in (np.zeros(128, np.uint8), np.zeros((), packed), np.zeros((4, 4), np.int64)[:, 0]):
         with pytest.raises(NotRelocatable):
-            RelocatableTape(recorded(launch.by_value(struct)), [x])
+            RelocatableTape(recorded(launch.by_value(struct)), [x]).at([x.data_ptr()], [x])
 
 
 @pytest.mark.gpu
