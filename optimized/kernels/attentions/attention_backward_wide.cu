@@ -64,13 +64,13 @@ template <class Config, bool = Config::kLengths>
 struct LimitsInPlace {
     const OwnLimits<Config>* work;
 
-    __device__ __forceinline__ const Limits& limits(const Arguments&) const { return work->limits; }
-    __device__ __forceinline__ void begin(const Work& next) { work = &next; }
+    __device__ __forceinline__ auto& limits(const AttentionArguments<Config>&) const { return work->limits; }
+    __device__ __forceinline__ void begin(const WideWork<Config>& next) { work = &next; }
 };
 template <class Config>
 struct LimitsInPlace<Config, false> {
-    __device__ __forceinline__ const Limits& limits(const Arguments& a) const { return a; }
-    __device__ __forceinline__ void begin(const Work&) {}
+    __device__ __forceinline__ auto& limits(const AttentionArguments<Config>& a) const { return a; }
+    __device__ __forceinline__ void begin(const WideWork<Config>&) {}
 };
 
 // The warpgroup that sums dv, and multiplies dq.
