@@ -28,6 +28,7 @@ GEMMS = (
     "gemm_fp8_split_k",
 )
 OPTIONS = ("BIAS", "SINK", "LENGTHS", "PACKED")  # that Arguments depends on
+FIXED = {"attention_bias": {"BIAS": 1}, "attention_gaps": {"LENGTHS": 1, "PACKED": 1}}  # not given as macros
 STRIDES = {"mask_strides": "mask_b", "out_strides": "out_b", "bias_strides": "bias_b", "slope_strides": "slope_b"}
 LAST = "everything before holds"
 
@@ -64,8 +65,10 @@ def attentions() -> Iterator[Case]:
     for kernel in ("attention_bias", "attention_backward_ends", "attention_gaps"):
         several = configurations(kernel)
         for macros in (several[0][1], several[-1][1]) if len(several) > 1 else (several[0][1],):
-            options = {name: int(macros.get(name, 0)) for name in OPTIONS}
-            yield Case(kernel, "Arguments", attention.argument_type(*map(bool, options.values())), options, STRIDES)
+            options = {name: int(macros[name]) for name in OPTIONS if name in macros}
+            has = options | FIXED.get(kernel, {})
+            arguments = attention.argument_type(*(bool(has.get(name, 0)) for name in OPTIONS))
+            yield Case(kernel, "Arguments", arguments, options, STRIDES)
     yield Case("attention_backward_ends", "Scratch", attention_backward.SCRATCH, {"HEADS_APART": 0})
 
 

@@ -35,9 +35,9 @@ SPILLING = [
     (kernel, defines)
     for kernel, defines in ALL
     if (kernel in ("attention", "attention_backward") and (defines["DROPOUT"], defines["D_CHUNKS"]) == (1, 1))
-    or (kernel == "attention" and "LENGTHS" in defines)
-    or (kernel == "attention_wide" and "PACKED" in defines)
-    or (kernel == "attention_backward" and ({"HEADS_APART", "LENGTHS"} <= defines.keys() or "PACKED" in defines))
+    or (kernel == "attention" and defines["LENGTHS"])
+    or (kernel == "attention_wide" and defines["PACKED"])
+    or (kernel == "attention_backward" and defines["LENGTHS"] and (defines["HEADS_APART"] or defines["PACKED"]))
 ]
 
 
@@ -122,8 +122,8 @@ PACKED = 28  # more: the producer knows where sequences begin, and the consumers
 def test_what_spills_a_dozen_registers_spills_no_more(configuration: Configuration, builds) -> None:  # type: ignore[no-untyped-def]
     build = builds[label(configuration)]
     macros = configuration[1]
-    most = APART if "HEADS_APART" in macros else WITH_LENGTHS if "LENGTHS" in macros else SPILLED
-    most += PACKED if "PACKED" in macros else 0
+    most = APART if macros.get("HEADS_APART") else WITH_LENGTHS if macros["LENGTHS"] else SPILLED
+    most += PACKED if macros["PACKED"] else 0
     assert max(max(usage.spill_stores, usage.spill_loads) for usage in ptxas.usage(build.log)) <= most
     assert not [line for line in ptxas.complaints(build.log) if "spill" not in line and "stack" not in line]
 

@@ -20,33 +20,34 @@
 
 using namespace twin;
 
+struct Config : AttentionDefaults {
+    using Format = FORMAT;
+    static constexpr bool kDropout = DROPOUT, kBias = BIAS, kSink = SINK, kLengths = LENGTHS, kPacked = PACKED;
+    static constexpr int kChunks = D_CHUNKS, kChannels = N_OUT, kStages = STAGES, kQueryStages = Q_STAGES;
+};
+using Format = Config::Format;
+using Arguments = AttentionArguments<Config>;
+using Limits = AttentionLimits<Config>;
+
+constexpr int kChunks = Config::kChunks, kChannels = Config::kChannels, kAcc = kChannels / 2;
+constexpr int kStages = Config::kStages, kQueryStages = Config::kQueryStages;
 constexpr int kConsumers = 3;              // warpgroups
 constexpr int kQueries = 64 * kConsumers;  // of a tile
 constexpr int kChunk = kTileRows * 128, kQueryChunk = kQueries * 128;
 
 // Queries from `first` of a head, columns from `column` of d, and the blocks of keys that they visit. Without a head
 // (-1), there is no tile.
-struct Tile {
+struct Place {
     int first, batch, head, column;
     Range blocks;
-#if LENGTHS
-    Limits limits;
-#endif
 };
-
-__device__ __forceinline__ const Limits& limits_of(const Arguments& a, const Tile& tile) {
-#if LENGTHS
-    return tile.limits;
-#else
-    return a;
-#endif
-}
+struct Tile : Place, OwnLimits<Config> {};
 
 struct __align__(1024) Shared {
-    unsigned char q[Q_STAGES][D_CHUNKS * kQueryChunk];
-    unsigned char k[STAGES][D_CHUNKS * kChunk];
-    unsigned char v[STAGES][N_OUT / 64 * kChunk];
-    Mailbox q_box[Q_STAGES], k_box[STAGES], v_box[STAGES], tile_box[2];
+    unsigned char q[kQueryStages][kChunks * kQueryChunk];
+    unsigned char k[kStages][kChunks * kChunk];
+    unsigned char v[kStages][kChannels / 64 * kChunk];
+    Mailbox q_box[kQueryStages], k_box[kStages], v_box[kStages], tile_box[2];
     Tile tile[2];  // what the consumers do next
 };
 static_assert(sizeof(Shared) <= 232448, "a block has at most 227 KB of shared memory");
@@ -58,7 +59,7 @@ __device__ __forceinline__ Range visited_by(const Limits& a, int query) {
 
 // Those that one of a tile's queries visits: of its first query's block, or of its last one's.
 __device__ __forceinline__ Range visited_by_tile(const Limits& a, int first) {
-    if (LENGTHS && first >= a.sq) return {0, 0};
+    if (Config::kLengths && first >= a.sq) return {0, 0};
     const Range one = visited_by(a, first);
     const Range other = visited_by(a, min(first + kQueries, a.sq) - 1);
     if (!other.any()) return one;
@@ -68,25 +69,23 @@ __device__ __forceinline__ Range visited_by_tile(const Limits& a, int first) {
 // The tile of a rank. Heads are taken `together` at a time, so that their keys stay in L2, and of those the last queries
 // first, which have most to do.
 __device__ __forceinline__ Tile tile_of(const Arguments& a, int rank) {
-    const int query_blocks = (a.sq + kQueries - 1) / kQueries, columns = (a.d + N_OUT - 1) / N_OUT;
+    const int query_blocks = (a.sq + kQueries - 1) / kQueries, columns = (a.d + kChannels - 1) / kChannels;
     const int all_heads = a.batches * a.heads, width = query_blocks * columns;
-    if (rank >= all_heads * width) return {0, 0, -1, 0, {0, 0}};
+    if (rank >= all_heads * width) return {{0, 0, -1, 0, {0, 0}}};
     const int before = rank / (a.together * width) * a.together;
     const int heads = min(a.together, all_heads - before), place = rank - before * width;
     const int head = before + place % heads, block = place / heads;
     const int first = (query_blocks - 1 - block / columns) * kQueries;
     const Limits& limits = limits_of(a, head / a.heads);
-    Tile tile{first, head / a.heads, head % a.heads, block % columns * N_OUT, visited_by_tile(limits, first)};
-#if LENGTHS
-    tile.limits = limits;
-#endif
+    Tile tile{{first, head / a.heads, head % a.heads, block % columns * kChannels, visited_by_tile(limits, first)}};
+    tile.carry(limits);
     return tile;
 }
 
 __device__ __forceinline__ void produce(Shared& shared, const CUtensorMap* q, const CUtensorMap* k,
                                         const CUtensorMap* v, const Arguments& a, int* ticket) {
-    Stage<Q_STAGES> queries;
-    Stage<STAGES> stage;
+    Stage<kQueryStages> queries;
+    Stage<kStages> stage;
     Stage<2> tiles;
     for (int rank = blockIdx.x, next;; rank = next, queries.advance(), tiles.advance()) {
         shared.tile_box[tiles.index].wait_empty(tiles.parity);
@@ -100,16 +99,16 @@ __device__ __forceinline__ void produce(Shared& shared, const CUtensorMap* q, co
             box.wait_empty(parity);
             mbarrier_arrive_expect_tx(full, chunks * bytes);
             for (int c = 0; c < chunks; c++)
-                load_chunk(shared_address(to) + c * bytes, map, full, x + 64 * c, row, head, tile.batch);
+                load_chunk<Config>(shared_address(to) + c * bytes, map, full, x + 64 * c, row, head, tile.batch);
         };
         const int key_head = tile.head / a.group, s = queries.index;
-        const int q_chunks = LENGTHS && !tile.blocks.any() ? 0 : D_CHUNKS;
+        const int q_chunks = Config::kLengths && !tile.blocks.any() ? 0 : kChunks;
         const int first = tile.first + q_start(limits_of(a, tile));
         load(shared.q_box[s], queries.parity, shared.q[s], q, q_chunks, kQueryChunk, 0, first, tile.head);
         for (int j = tile.blocks.from; j < tile.blocks.to; j++, stage.advance()) {
             const int n = stage.index, key = j * kTileRows + kv_start(limits_of(a, tile));
-            load(shared.k_box[n], stage.parity, shared.k[n], k, D_CHUNKS, kChunk, 0, key, key_head);
-            load(shared.v_box[n], stage.parity, shared.v[n], v, N_OUT / 64, kChunk, tile.column, key, key_head);
+            load(shared.k_box[n], stage.parity, shared.k[n], k, kChunks, kChunk, 0, key, key_head);
+            load(shared.v_box[n], stage.parity, shared.v[n], v, kChannels / 64, kChunk, tile.column, key, key_head);
         }
     }
 }
@@ -117,31 +116,31 @@ __device__ __forceinline__ void produce(Shared& shared, const CUtensorMap* q, co
 // Issue s = q kᵀ.
 __device__ __forceinline__ void score(float (&s)[64], unsigned q, unsigned k) {
 #pragma unroll
-    for (int step = 0; step < 4 * D_CHUNKS; step++)
-        wgmma_k16<FORMAT, 0, 0>(s, along_d(q, kQueryChunk, step), along_d(k, kChunk, step), step > 0);
+    for (int step = 0; step < 4 * kChunks; step++)
+        wgmma_k16<Format, 0, 0>(s, along_d(q, kQueryChunk, step), along_d(k, kChunk, step), step > 0);
 }
 
 // Issue o += p v.
-__device__ __forceinline__ void add_values(float (&o)[N_OUT / 2], const unsigned (&p)[8][4], unsigned v) {
+__device__ __forceinline__ void add_values(float (&o)[kAcc], const unsigned (&p)[8][4], unsigned v) {
 #pragma unroll
-    for (int step = 0; step < 8; step++) wgmma_k16<FORMAT, 1>(o, p[step], along_rows(v, kChunk, step), 1);
+    for (int step = 0; step < 8; step++) wgmma_k16<Format, 1>(o, p[step], along_rows(v, kChunk, step), 1);
 }
 
-__device__ __forceinline__ void store(const float (&o)[N_OUT / 2], const Rows& rows, const Arguments& a,
-                                      unsigned short* out, float* m, float* inv, int row, const Tile& tile) {
+__device__ __forceinline__ void store(const float (&o)[kAcc], const Rows& rows, const Arguments& a, unsigned short* out,
+                                      float* m, float* inv, int row, const Tile& tile) {
     float last[2];
     finish(last, rows, a, m, inv, tile.batch, tile.head, row, tile.column == 0);
     const Limits& limits = limits_of(a, tile);
     out += tile.batch * a.out_b + tile.head * a.out_h + (row + q_start(limits)) * a.out_s + tile.column;
-    store_rows(o, last[0], last[1], out, a.out_s, q_written(a, limits) - row, a.d - tile.column);
+    store_rows<Format>(o, last[0], last[1], out, a.out_s, q_written(a, limits) - row, a.d - tile.column);
 }
 
 __device__ __forceinline__ void consume(Shared& shared, const Arguments& a, unsigned short* out, float* m, float* inv,
                                         int warpgroup) {
     Generator generator{};
-    if constexpr (DROPOUT) generator = read_state_once(a.rng_state);
-    Stage<Q_STAGES> queries;
-    Stage<STAGES> keys, values;
+    if constexpr (Config::kDropout) generator = read_state_once(a.rng_state);
+    Stage<kQueryStages> queries;
+    Stage<kStages> keys, values;
     Stage<2> tiles;
     for (;; queries.advance(), tiles.advance()) {
         shared.tile_box[tiles.index].wait_full(tiles.parity);
@@ -150,29 +149,27 @@ __device__ __forceinline__ void consume(Shared& shared, const Arguments& a, unsi
         const Limits& limits = tile.limits;
 #else
         const Tile tile = shared.tile[tiles.index];
-        const Limits& limits = a;
+        const Limits& limits = a;  // `limits_of` would give four configurations with a bias other machine code
 #endif
-        if (!LENGTHS) shared.tile_box[tiles.index].arrive_empty();
+        if (!Config::kLengths) shared.tile_box[tiles.index].arrive_empty();
         if (tile.head < 0) break;
         const int warp_row = tile.first + threadIdx.x / 32 * 16, row = warp_row + threadIdx.x % 32 / 4;
         const unsigned q = shared_address(shared.q[queries.index]) + warpgroup * (64 * 128);
         const unsigned char* mask = head_mask(a, tile.batch, tile.head);
         Rows rows{{kLowest, kLowest}, {0.0f, 0.0f}};
-        float o[N_OUT / 2];
+        float o[kAcc];
 #pragma unroll
-        for (int i = 0; i < N_OUT / 2; i++) o[i] = 0.0f;
-        const auto counter = DROPOUT ? tile_counter(a, tile.batch * a.heads + tile.head, warp_row / 16, 0) : 0;
+        for (int i = 0; i < kAcc; i++) o[i] = 0.0f;
+        const auto counter = Config::kDropout ? tile_counter(a, tile.batch * a.heads + tile.head, warp_row / 16, 0) : 0;
         const auto soften = [&](float (&s)[64], float (&alpha)[2], int j) {
             const int key = j * kTileRows + 2 * (threadIdx.x % 4);
-#if BIAS
             add_bias<false>(s, a, limits, tile.batch, tile.head, row, key);
-#endif
-            const bool ends = LENGTHS && warp_row + 16 > limits.sq;
+            const bool ends = Config::kLengths && warp_row + 16 > limits.sq;
             if ((j + 1) * kTileRows > key_limit(limits, warp_row) || ends) hide_after(s, limits, row, key);
             if (j * kTileRows < key_from(limits, warp_row + 15)) hide_before(s, limits, row, key);
             if (mask != nullptr && !hides_nothing(a, mask, j * kTileRows)) hide_masked(s, a, mask, row, key);
             weigh(s, rows, alpha, factor(a));
-            if constexpr (DROPOUT) drop(s, generator, counter + 256 * j, a.threshold);
+            if constexpr (Config::kDropout) drop(s, generator, counter + 256 * j, a.threshold);
         };
 
         // Blocks of keys that other warpgroups visit and this one does not.
@@ -200,17 +197,15 @@ __device__ __forceinline__ void consume(Shared& shared, const Arguments& a, unsi
             soften(s, alpha, j);
             if (__any_sync(0xFFFFFFFF, alpha[0] != 1.0f || alpha[1] != 1.0f)) {
 #pragma unroll
-                for (int i = 0; i < N_OUT / 2; i++) o[i] = __fmul_rn(o[i], alpha[i / 2 % 2]);
+                for (int i = 0; i < kAcc; i++) o[i] = __fmul_rn(o[i], alpha[i / 2 % 2]);
             }
 #pragma unroll
-            for (int step = 0; step < 8; step++) pack_operand<FORMAT>(p[step], s, step);
+            for (int step = 0; step < 8; step++) pack_operand<Format>(p[step], s, step);
             shared.v_box[values.index].wait_full(values.parity);
-#if PACKED
-            if ((j + 1) * kTileRows > limits.skv) {
+            if (Config::kPacked && (j + 1) * kTileRows > limits.skv) {
                 unsigned char* const v = shared.v[values.index];
-                clear_rows<N_OUT / 64>(v, kChunk, limits.skv - j * kTileRows, kTileRows, warpgroup);
+                clear_rows<kChannels / 64>(v, kChunk, limits.skv - j * kTileRows, kTileRows, warpgroup);
             }
-#endif
             wgmma_fence();
             add_values(o, p, shared_address(shared.v[values.index]));
             wgmma_commit();
@@ -221,7 +216,7 @@ __device__ __forceinline__ void consume(Shared& shared, const Arguments& a, unsi
         shared.q_box[queries.index].arrive_empty();
         store(o, rows, a, out, m, inv, row, tile);
         skip(tile.blocks.to - (blocks.any() ? blocks.to : tile.blocks.from));
-        if (LENGTHS) shared.tile_box[tiles.index].arrive_empty();
+        if (Config::kLengths) shared.tile_box[tiles.index].arrive_empty();
     }
 }
 

@@ -15,7 +15,8 @@
 //
 // Around it: attention_backward_ends.cu.
 //
-// Defines: as attention.cu, QUERIES (64 | 128), and HEADS_APART (attention_works.cuh).
+// Defines: FORMAT (BF16 | FP16), D_CHUNKS (d in chunks of 64: 1, 2), N_OUT (64 | 128), STAGES, QUERIES (64 | 128), DROPOUT
+// (0 | 1), BIAS (0 | 1), LENGTHS (0 | 1), PACKED (0 | 1), HEADS_APART (0 | 1; attention_works.cuh).
 #include "attention_pairs.cuh"
 #include "attention_works.cuh"
 #include "ptx/bulk.cuh"
@@ -24,19 +25,34 @@
 
 using namespace twin;
 
-constexpr int kAcc = N_OUT / 2;
+struct Config : BackwardDefaults {
+    using Format = FORMAT;
+    static constexpr bool kDropout = DROPOUT, kBias = BIAS, kLengths = LENGTHS, kPacked = PACKED;
+    static constexpr bool kHeadsApart = HEADS_APART;
+    static constexpr int kQueries = QUERIES, kChunks = D_CHUNKS, kChannels = N_OUT, kStages = STAGES;
+};
+using Format = Config::Format;
+using Arguments = AttentionArguments<Config>;
+using Limits = AttentionLimits<Config>;
+using Scratch = BackwardScratch<Config>;
+using Work = BackwardWork<Config>;
+using Pairs = BackwardPairs<Config>;
+
+constexpr int kQueries = Config::kQueries, kChunks = Config::kChunks, kStages = Config::kStages;
+constexpr int kWords = BackwardTile<Config>::kWords, kScores = BackwardTile<Config>::kScores;
+constexpr int kAcc = Config::kChannels / 2;
 constexpr int kKeyChunk = kTileRows * 128;  // bytes of 128 keys and 64 channels, or 64 queries
-constexpr int kChunk = QUERIES * 128;
+constexpr int kChunk = kQueries * 128;
 constexpr int kTiles = kWords > 1 ? 1 : 2;  // of dq, in shared memory
 constexpr int kAdders = kTiles;             // warps that add dq to global memory, a tile in turn
 
 struct __align__(1024) Shared {
-    unsigned char k[D_CHUNKS * kKeyChunk], v[D_CHUNKS * kKeyChunk];
-    unsigned char q[STAGES][D_CHUNKS * kChunk], grad[STAGES][D_CHUNKS * kChunk];
+    unsigned char k[kChunks * kKeyChunk], v[kChunks * kKeyChunk];
+    unsigned char q[kStages][kChunks * kChunk], grad[kStages][kChunks * kChunk];
     unsigned char ds[2][kWords * kKeyChunk];
     float dq[kTiles][2 * kPiece];
-    float base[STAGES][QUERIES], inv[STAGES][QUERIES], dots[STAGES][QUERIES];
-    Mailbox keys_box, q_box[STAGES], grad_box[STAGES], ds_box[2], dq_box[kTiles], work_box[2];
+    float base[kStages][kQueries], inv[kStages][kQueries], dots[kStages][kQueries];
+    Mailbox keys_box, q_box[kStages], grad_box[kStages], ds_box[2], dq_box[kTiles], work_box[2];
     Work work[2];
 };
 static_assert(sizeof(Shared) <= 232448, "a block has at most 227 KB of shared memory");
@@ -44,7 +60,7 @@ static_assert(sizeof(Shared) <= 232448, "a block has at most 227 KB of shared me
 __device__ __forceinline__ void produce(Shared& shared, const CUtensorMap* q, const CUtensorMap* k,
                                         const CUtensorMap* v, const CUtensorMap* grad, const Arguments& a,
                                         const Scratch& scratch, int padded) {
-    Stage<STAGES> stage;
+    Stage<kStages> stage;
     Stage<2> works;
     Stage<1> keys;
     for (;; works.advance(), keys.advance()) {
@@ -55,37 +71,37 @@ __device__ __forceinline__ void produce(Shared& shared, const CUtensorMap* q, co
         const Limits& limits = limits_of(a, shared.work[works.index]);  // read from there each time: registers are few
         const auto load_keys = [&] {
             const unsigned keys_full = shared_address(&shared.keys_box.full);
-            const int chunks = LENGTHS && !work.queries.any() ? 0 : D_CHUNKS;
+            const int chunks = Config::kLengths && !work.queries.any() ? 0 : kChunks;
             shared.keys_box.wait_empty(keys.parity);
             mbarrier_arrive_expect_tx(keys_full, chunks * 2 * kKeyChunk);
             for (int c = 0; c < chunks; c++) {
-                load_chunk(shared_address(shared.k) + c * kKeyChunk, k, keys_full, 64 * c,
-                           work.first + kv_start(limits), work.key_head, work.batch);
-                load_chunk(shared_address(shared.v) + c * kKeyChunk, v, keys_full, 64 * c,
-                           work.first + kv_start(limits), work.key_head, work.batch);
+                load_chunk<Config>(shared_address(shared.k) + c * kKeyChunk, k, keys_full, 64 * c,
+                                   work.first + kv_start(limits), work.key_head, work.batch);
+                load_chunk<Config>(shared_address(shared.v) + c * kKeyChunk, v, keys_full, 64 * c,
+                                   work.first + kv_start(limits), work.key_head, work.batch);
             }
         };
         bool has_keys = false;
         for (int n = head_from(work); n < head_to(work, a.group); n++) {
             const int head = work.key_head * a.group + n;
-            for (int row = work.queries.from; row < work.queries.to; row += QUERIES, stage.advance()) {
+            for (int row = work.queries.from; row < work.queries.to; row += kQueries, stage.advance()) {
                 const long long at = static_cast<long long>(work.batch * a.heads + head) * padded + row;
                 const int s = stage.index;
                 shared.q_box[s].wait_empty(stage.parity);
                 const unsigned q_full = shared_address(&shared.q_box[s].full);
-                mbarrier_arrive_expect_tx(q_full, D_CHUNKS * kChunk + 8 * QUERIES);
-                for (int c = 0; c < D_CHUNKS; c++)
-                    load_chunk(shared_address(shared.q[s]) + c * kChunk, q, q_full, 64 * c, row + q_start(limits), head,
-                               work.batch);
-                bulk_load(shared_address(shared.base[s]), scratch.base + at, 4 * QUERIES, q_full);
-                bulk_load(shared_address(shared.inv[s]), scratch.inv + at, 4 * QUERIES, q_full);
+                mbarrier_arrive_expect_tx(q_full, kChunks * kChunk + 8 * kQueries);
+                for (int c = 0; c < kChunks; c++)
+                    load_chunk<Config>(shared_address(shared.q[s]) + c * kChunk, q, q_full, 64 * c,
+                                       row + q_start(limits), head, work.batch);
+                bulk_load(shared_address(shared.base[s]), scratch.base + at, 4 * kQueries, q_full);
+                bulk_load(shared_address(shared.inv[s]), scratch.inv + at, 4 * kQueries, q_full);
                 shared.grad_box[s].wait_empty(stage.parity);
                 const unsigned grad_full = shared_address(&shared.grad_box[s].full);
-                mbarrier_arrive_expect_tx(grad_full, D_CHUNKS * kChunk + 4 * QUERIES);
-                for (int c = 0; c < D_CHUNKS; c++)
-                    load_chunk(shared_address(shared.grad[s]) + c * kChunk, grad, grad_full, 64 * c,
-                               row + q_start(limits), head, work.batch);
-                bulk_load(shared_address(shared.dots[s]), scratch.dots + at, 4 * QUERIES, grad_full);
+                mbarrier_arrive_expect_tx(grad_full, kChunks * kChunk + 4 * kQueries);
+                for (int c = 0; c < kChunks; c++)
+                    load_chunk<Config>(shared_address(shared.grad[s]) + c * kChunk, grad, grad_full, 64 * c,
+                                       row + q_start(limits), head, work.batch);
+                bulk_load(shared_address(shared.dots[s]), scratch.dots + at, 4 * kQueries, grad_full);
                 if (!has_keys) load_keys(), has_keys = true;  // after the first queries: their place is free earlier
             }
         }
@@ -109,9 +125,9 @@ __device__ __forceinline__ void add_dq(Shared& shared, const Arguments& a, const
         if (work.key_head < 0) return;
         for (int n = head_from(work); n < head_to(work, a.group); n++) {
             const long long head = work.batch * a.heads + work.key_head * a.group + n;
-            for (int row = work.queries.from; row < work.queries.to; row += QUERIES, count++) {
+            for (int row = work.queries.from; row < work.queries.to; row += kQueries, count++) {
                 if (count % kAdders != place) continue;
-                const long long tile = head * (padded / QUERIES) + row / QUERIES;
+                const long long tile = head * (padded / kQueries) + row / kQueries;
                 const unsigned turn = visited(limits_of(a, work), row & -kTileRows).to - 1 - work.first / kTileRows;
                 float* to = scratch.dq + tile * (2 * kPiece);
                 if (turn > 0) {
@@ -140,15 +156,15 @@ __device__ __forceinline__ void accumulate(float (&acc)[kAcc], const unsigned (&
                                            unsigned tile) {
 #pragma unroll
     for (int step = 0; step < kScores / 8; step++)
-        wgmma_k16<FORMAT, 1>(acc, values[step], along_rows(tile, kChunk, step), 1);
+        wgmma_k16<Format, 1>(acc, values[step], along_rows(tile, kChunk, step), 1);
 }
 
 // Issue Sᵀ = k qᵀ, or dPᵀ = v gradᵀ: `keys` are the warpgroup's rows of one, `queries` a stage of the other.
 __device__ __forceinline__ void score(float (&acc)[kScores], unsigned keys, unsigned queries) {
     wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < 4 * D_CHUNKS; step++)
-        wgmma_k16<FORMAT, 0, 0>(acc, along_d(keys, kKeyChunk, step), along_d(queries, kChunk, step), step > 0);
+    for (int step = 0; step < 4 * kChunks; step++)
+        wgmma_k16<Format, 0, 0>(acc, along_d(keys, kKeyChunk, step), along_d(queries, kChunk, step), step > 0);
     wgmma_commit();
 }
 
@@ -158,17 +174,13 @@ struct Consumer {
     const Scratch& scratch;
     int warpgroup;
     unsigned keys, values;  // this warpgroup's rows of k and of v, in shared memory
-    Stage<STAGES> stage;
+    Stage<kStages> stage;
     Stage<2> ds;
     Stage<kTiles> dq;
     float dk[kAcc], dv[kAcc];
-#if LENGTHS
-    Limits of_work;
+    OwnLimits<Config> of_work;
 
-    __device__ __forceinline__ const Limits& limits() const { return of_work; }
-#else
-    __device__ __forceinline__ const Limits& limits() const { return a; }
-#endif
+    __device__ __forceinline__ const Limits& limits() const { return limits_of(a, of_work); }
 
     // Issue this warpgroup's half of the previous tile's dq = dS k: 64 channels, or 64 queries.
     __device__ __forceinline__ void multiply_dq(float (&acc)[kPiece / 128]) {
@@ -178,7 +190,7 @@ struct Consumer {
         wgmma_fence();
 #pragma unroll
         for (int step = 0; step < kTileRows / 16; step++)
-            wgmma_k16<FORMAT, 1, 1>(acc, along_rows(rows, kKeyChunk, step), along_rows(k, kKeyChunk, step), step > 0);
+            wgmma_k16<Format, 1, 1>(acc, along_rows(rows, kKeyChunk, step), along_rows(k, kKeyChunk, step), step > 0);
         wgmma_commit();
     }
 
@@ -195,16 +207,14 @@ struct Consumer {
         ds.advance(), dq.advance();
     }
 
-#if PACKED
     // Clear the queries of the next tile that another entry has, from this one on.
     __device__ __forceinline__ void clear_queries(int from) {
         const int place = stage.index;
         shared.q_box[place].wait_full(stage.parity);
         shared.grad_box[place].wait_full(stage.parity);
-        clear_rows<D_CHUNKS>(shared.q[place], kChunk, from, QUERIES, warpgroup);
-        clear_rows<D_CHUNKS>(shared.grad[place], kChunk, from, QUERIES, warpgroup);
+        clear_rows<kChunks>(shared.q[place], kChunk, from, kQueries, warpgroup);
+        clear_rows<kChunks>(shared.grad[place], kChunk, from, kQueries, warpgroup);
     }
-#endif
 
     // One tile, and dq of the one before, if there was one.
     template <bool kFirst>
@@ -220,7 +230,7 @@ struct Consumer {
             multiply_dq(acc);
             next.advance();
             if (some_hidden) hide(at, a, limits());
-            if constexpr (DROPOUT) read_kept(at, a, scratch);
+            if constexpr (Config::kDropout) read_kept(at, a, scratch);
             wgmma_wait<1>();
             wgmma_hold(s);
             weigh(s, a, limits(), at, some_hidden, shared.base[place] + column, shared.inv[place] + column);
@@ -229,7 +239,7 @@ struct Consumer {
             send_dq(acc);
         } else {
             if (some_hidden) hide(at, a, limits());
-            if constexpr (DROPOUT) read_kept(at, a, scratch);
+            if constexpr (Config::kDropout) read_kept(at, a, scratch);
             wgmma_wait<0>();
             wgmma_hold(s);
             weigh(s, a, limits(), at, some_hidden, shared.base[place] + column, shared.inv[place] + column);
@@ -243,7 +253,7 @@ struct Consumer {
         differentiate(dp, s, a, at, some_hidden, shared.dots[place] + column);
 #pragma unroll
         for (int step = 0; step < kScores / 8; step++) {
-            pack_operand<FORMAT>(gradients[step], dp, step);
+            pack_operand<Format>(gradients[step], dp, step);
             pack_kept(weights[step], s, at, step);
         }
         wgmma_fence();
@@ -287,29 +297,21 @@ __device__ __forceinline__ void consume(Shared& shared, const Arguments& a, cons
         Pairs at{work.batch * a.heads + work.key_head * a.group + head_from(work), row, 0, {}, {}};
 #pragma unroll
         for (int i = 0; i < kAcc; i++) consumer.dk[i] = consumer.dv[i] = 0.0f;
-#if HEADS_APART
         if (head_from(work) > 0) take_over(consumer.dv, consumer.dk, a, scratch, work);
-#endif
         shared.keys_box.wait_full(keys_stage.parity);
         keys_stage.advance();
-#if LENGTHS
-        consumer.of_work = work.limits;
-#endif
+        consumer.of_work.carry(limits_of(a, work));
         const Limits& limits = consumer.limits();
-#if PACKED
-        if (work.queries.any() && work.first + kTileRows > limits.skv)
-            clear_rows<D_CHUNKS>(shared.k, kKeyChunk, limits.skv - work.first, kTileRows, warpgroup);
-#endif
+        if (Config::kPacked && work.queries.any() && work.first + kTileRows > limits.skv)
+            clear_rows<kChunks>(shared.k, kKeyChunk, limits.skv - work.first, kTileRows, warpgroup);
         bool is_first = true;
         for (int n = head_from(work); n < head_to(work, a.group); n++, at.head++) {
-            for (int first = work.queries.from; first < work.queries.to; first += QUERIES) {
+            for (int first = work.queries.from; first < work.queries.to; first += kQueries) {
                 at.query = first + threadIdx.x % 4 * 2;
-                const bool some_hidden = a.mask != nullptr || first + QUERIES > limits.sq ||
+                const bool some_hidden = a.mask != nullptr || first + kQueries > limits.sq ||
                                          work.first + kTileRows > key_limit(limits, first) ||
-                                         work.first < key_from(limits, first + QUERIES - 1);
-#if PACKED
-                if (first + QUERIES > limits.sq) consumer.clear_queries(limits.sq - first);
-#endif
+                                         work.first < key_from(limits, first + kQueries - 1);
+                if (Config::kPacked && first + kQueries > limits.sq) consumer.clear_queries(limits.sq - first);
                 if (is_first)
                     consumer.tile<true>(at, some_hidden), is_first = false;
                 else
@@ -327,13 +329,11 @@ __device__ __forceinline__ void consume(Shared& shared, const Arguments& a, cons
             shared.keys_box.arrive_empty();
         }
         if (head_to(work, a.group) < a.group) {
-#if HEADS_APART
             hand_over(consumer.dv, consumer.dk, a, scratch, work);
-#endif
         } else {
             const long long to = work.batch * a.out_b + work.key_head * a.out_h + (row + kv_start(limits)) * a.out_s;
-            store_rows(consumer.dv, a.kept, a.kept, dv_out + to, a.out_s, kv_written(a, limits) - row, a.d);
-            store_rows(consumer.dk, a.scale, a.scale, dk_out + to, a.out_s, kv_written(a, limits) - row, a.d);
+            store_rows<Format>(consumer.dv, a.kept, a.kept, dv_out + to, a.out_s, kv_written(a, limits) - row, a.d);
+            store_rows<Format>(consumer.dk, a.scale, a.scale, dk_out + to, a.out_s, kv_written(a, limits) - row, a.d);
         }
     }
 }

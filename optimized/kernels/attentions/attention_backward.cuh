@@ -34,9 +34,10 @@ __device__ __forceinline__ unsigned kept_bits(const Generator& generator, unsign
 }
 
 // Element i of 8 in a 16-byte vector, widened.
+template <class T>
 __device__ __forceinline__ float element(const uint4& v, int i) {
     const unsigned word = i / 2 == 0 ? v.x : i / 2 == 1 ? v.y : i / 2 == 2 ? v.z : v.w;
-    if constexpr (same_type<FORMAT, BF16>) return __uint_as_float(i % 2 ? word & 0xFFFF0000u : word << 16);
+    if constexpr (same_type<T, BF16>) return __uint_as_float(i % 2 ? word & 0xFFFF0000u : word << 16);
     return cvt_f32_f16(static_cast<unsigned short>(i % 2 ? word >> 16 : word & 0xFFFFu));
 }
 

@@ -4,11 +4,36 @@
 //   attention_keep   the pairs that dropout keeps, a bit for each, so that no tile draws them; some heads at a time
 //   attention_dq     dq = round(sum * scale)
 //
-// Definition and rounding points: reference/ops/attentions/attention_backward.py. Defines: as attention_backward.cu.
-#include "attention_scratch.cuh"
+// Definition and rounding points: reference/ops/attentions/attention_backward.py.
+//
+// Defines: FORMAT (BF16 | FP16), N_OUT, QUERIES, LENGTHS, PACKED and HEADS_APART, as attention_backward.cu and
+// attention_backward_wide.cu.
+#include "attention_works.cuh"
 #include "ptx/grid.cuh"
 
 using namespace twin;
+
+struct Config : BackwardDefaults {
+    using Format = FORMAT;
+    static constexpr bool kLengths = LENGTHS, kPacked = PACKED, kHeadsApart = HEADS_APART;
+    static constexpr int kQueries = QUERIES, kChannels = N_OUT;
+};
+using Format = Config::Format;
+using Tile = BackwardTile<Config>;
+using Arguments = AttentionArguments<Config>;
+using Limits = AttentionLimits<Config>;
+using Scratch = BackwardScratch<Config>;
+
+// What says which rows an entry's queries are: of lengths alone, nothing that `dots` needs.
+template <class Config>
+__device__ __forceinline__
+    typename Choice<Config::kPacked, EntryLimits<Config>, const AttentionArguments<Config>&>::Type
+    rows_of(const AttentionArguments<Config>& a, int batch) {
+    if constexpr (Config::kPacked)
+        return limits_of(a, batch);
+    else
+        return a;
+}
 
 // A query is a group of lanes, 8 channels each; a thread takes four queries. grad has the strides grad_*, out those of
 // `a.out_*`, in elements. No turn has been taken yet.
@@ -16,23 +41,14 @@ extern "C" __global__ void __launch_bounds__(256)
     dots(const __grid_constant__ Arguments a, const unsigned short* grad, const unsigned short* out, long long grad_b,
          long long grad_h, long long grad_s, const float* m, const float* inv,
          const __grid_constant__ Scratch scratch) {
-    constexpr int kLanes = N_OUT / 8, kGroups = 256 / kLanes, kEach = 4;
+    constexpr int kLanes = Config::kChannels / 8, kGroups = 256 / kLanes, kEach = 4;
     __shared__ float sums[kEach * kGroups];
     let_next_grid_start();
     const int padded = padded_queries(a), lane = threadIdx.x % kLanes;
     const int batch = blockIdx.x / a.heads, head = blockIdx.x % a.heads;
     if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) *scratch.ticket = 0;
-#if HEADS_APART
-    const int words = a.batches * (a.heads / a.group) * ((a.skv + kTileRows - 1) / kTileRows) * (4 * kWarpgroups);
-    for (int at = (blockIdx.y * gridDim.x + blockIdx.x) * 256 + threadIdx.x; at < words;
-         at += gridDim.x * gridDim.y * 256)
-        scratch.summed[at] = 0;
-#endif
-#if PACKED
-    const Limits limits = limits_of(a, batch);
-#else
-    const Arguments& limits = a;
-#endif
+    clear_handed(a, scratch);
+    const auto& limits = rows_of(a, batch);
     const int first = blockIdx.y * (kEach * kGroups) + threadIdx.x / kLanes;
     uint4 x[kEach] = {}, y[kEach] = {};
 #pragma unroll
@@ -47,7 +63,7 @@ extern "C" __global__ void __launch_bounds__(256)
     for (int n = 0; n < kEach; n++) {
         float dot = 0.0f;
 #pragma unroll
-        for (int i = 0; i < 8; i++) dot = __fmaf_rn(element(x[n], i), element(y[n], i), dot);
+        for (int i = 0; i < 8; i++) dot = __fmaf_rn(element<Format>(x[n], i), element<Format>(y[n], i), dot);
         if constexpr (kLanes < 32) dot = dot + 0.0f;  // the lanes of 32 that a query does not have hold zeros
 #pragma unroll
         for (int h = kLanes / 2; h > 0; h /= 2) dot = dot + __shfl_xor_sync(0xFFFFFFFF, dot, h);
@@ -62,8 +78,9 @@ extern "C" __global__ void __launch_bounds__(256)
     scratch.base[at] = exists ? kGrid15 - m[of] : 0.0f;
     scratch.inv[at] = exists ? inv[of] : 0.0f;
     scratch.dots[at] = exists ? sums[threadIdx.x] : 0.0f;
-    if (query % QUERIES == 0) {
-        for (int half = 0; half < kHalves; half++) scratch.turns[at / QUERIES * kHalves + half] = 0;
+    if (query % Config::kQueries == 0) {
+        for (int half = 0; half < Tile::kHalves; half++)
+            scratch.turns[at / Config::kQueries * Tile::kHalves + half] = 0;
     }
 }
 
@@ -89,11 +106,11 @@ extern "C" __global__ void __launch_bounds__(256)
 extern "C" __global__ void __launch_bounds__(256)
     attention_dq(const __grid_constant__ Arguments a, const __grid_constant__ Scratch scratch, unsigned short* dq) {
     wait_for_grid_before();
-    const int first = blockIdx.x * QUERIES, piece = threadIdx.x / 128;
+    const int first = blockIdx.x * Config::kQueries, piece = threadIdx.x / 128;
     const int batch = blockIdx.y / a.heads, head = blockIdx.y % a.heads;
-    const int row = first + (kWords > 1 ? 64 * piece : 0) + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
-    const int half = kHalves > 1 ? blockIdx.z : 0, column = kWords > 1 ? 0 : 128 * half + 64 * piece;
-    const long long tile = (static_cast<long long>(blockIdx.y) * gridDim.x + blockIdx.x) * kHalves + half;
+    const int row = first + (Tile::kWords > 1 ? 64 * piece : 0) + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+    const int half = Tile::kHalves > 1 ? blockIdx.z : 0, column = Tile::kWords > 1 ? 0 : 128 * half + 64 * piece;
+    const long long tile = (static_cast<long long>(blockIdx.y) * gridDim.x + blockIdx.x) * Tile::kHalves + half;
     const float4* from = reinterpret_cast<const float4*>(scratch.dq + tile * (2 * kPiece) + piece * kPiece);
     const Limits& limits = limits_of(a, batch);
     const bool any = first < limits.sq && visited(limits, first & -kTileRows).any();
@@ -103,7 +120,7 @@ extern "C" __global__ void __launch_bounds__(256)
         const float4 four = any ? from[128 * j + threadIdx.x % 128] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         sum[4 * j] = four.x, sum[4 * j + 1] = four.y, sum[4 * j + 2] = four.z, sum[4 * j + 3] = four.w;
     }
-    store_rows(sum, a.scale, a.scale,
-               dq + batch * a.out_b + head * a.out_h + (row + q_start(limits)) * a.out_s + column, a.out_s,
-               q_written(a, limits) - row, a.d - column);
+    store_rows<Format>(sum, a.scale, a.scale,
+                       dq + batch * a.out_b + head * a.out_h + (row + q_start(limits)) * a.out_s + column, a.out_s,
+                       q_written(a, limits) - row, a.d - column);
 }

@@ -27,12 +27,28 @@
 
 using namespace twin;
 
+struct Config : BackwardDefaults {
+    using Format = FORMAT;
+    static constexpr bool kDropout = DROPOUT, kBias = BIAS, kLengths = LENGTHS, kPacked = PACKED;
+    static constexpr int kQueries = QUERIES, kChannels = N_OUT;
+};
+using Format = Config::Format;
+using Arguments = AttentionArguments<Config>;
+using Limits = AttentionLimits<Config>;
+using Scratch = BackwardScratch<Config>;
+using Work = WideWork<Config>;
+using Shared = WideShared<Config>;
+using Pairs = BackwardPairs<Config>;
+static_assert(sizeof(Shared) <= 218 * 1024, "what optimized/ops/attentions/attention_backward.py asks for");
+
+constexpr int kScores = BackwardTile<Config>::kScores, kAcc = Config::kChannels / 2;
+
 // Issue Sᵀ = k qᵀ, or dPᵀ = v gradᵀ.
 __device__ __forceinline__ void score(float (&acc)[kScores], unsigned keys, unsigned queries) {
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < 16; step++)
-        wgmma_k16<FORMAT, 0, 0>(acc, along_d(keys, kRows, step), along_d(queries, kRows, step), step > 0);
+        wgmma_k16<Format, 0, 0>(acc, along_d(keys, kRows, step), along_d(queries, kRows, step), step > 0);
     wgmma_commit();
 }
 
@@ -44,16 +60,17 @@ __device__ __forceinline__ unsigned place_in(unsigned tile) {
 }
 
 // The limits of a consumer's work, which stay in shared memory: registers are few.
-struct OfWork {
-#if LENGTHS
-    const Work* work;
+template <class Config, bool = Config::kLengths>
+struct LimitsInPlace {
+    const OwnLimits<Config>* work;
 
-    __device__ __forceinline__ const Limits& limits(const Arguments&) const { return work->limits; }
-    __device__ __forceinline__ void begin(const Work& next) { work = &next; }
-#else
-    __device__ __forceinline__ const Limits& limits(const Arguments& a) const { return a; }
-    __device__ __forceinline__ void begin(const Work&) {}
-#endif
+    __device__ __forceinline__ auto& limits(const AttentionArguments<Config>&) const { return work->limits; }
+    __device__ __forceinline__ void begin(const WideWork<Config>& next) { work = &next; }
+};
+template <class Config>
+struct LimitsInPlace<Config, false> {
+    __device__ __forceinline__ auto& limits(const AttentionArguments<Config>& a) const { return a; }
+    __device__ __forceinline__ void begin(const WideWork<Config>&) {}
 };
 
 // The warpgroup that sums dv, and multiplies dq.
@@ -61,8 +78,8 @@ struct DvConsumer {
     Shared& shared;
     int block;
     Stage<1> tiles, dq;
-    OfWork of_work;
-    float dv[N_OUT / 2];
+    LimitsInPlace<Config> of_work;
+    float dv[kAcc];
 
     // Issue dq = dS k, of half the channels.
     __device__ __forceinline__ void multiply_dq(float (&acc)[kPiece / 64]) {
@@ -72,7 +89,7 @@ struct DvConsumer {
         wgmma_fence();
 #pragma unroll
         for (int step = 0; step < kTileRows / 16; step++)
-            wgmma_k16<FORMAT, 1, 1>(acc, along_rows(shared_address(shared.ds), 2 * kRows, step),
+            wgmma_k16<Format, 1, 1>(acc, along_rows(shared_address(shared.ds), 2 * kRows, step),
                                     along_rows(keys[step / 4], kRows, step % 4), step > 0);
         wgmma_commit();
     }
@@ -93,30 +110,28 @@ struct DvConsumer {
         }
     }
 
-#if PACKED
-    static constexpr int kBarrier =
-        1;  // of clear_rows, which takes the one after it; barrier 1 is the other warpgroup's
+    // Of clear_rows, which takes the one after it; barrier 1 is the other warpgroup's.
+    static constexpr int kBarrier = 1;
 
     // Keys of another entry become zeros, as dS is 0 there.
-    __device__ __forceinline__ void clear_keys(const Work& work) {
-        const int rows = work.limits.skv - work.first, others = work.limits.skv - (work.first ^ kKeys);
+    __device__ __forceinline__ void clear_keys(const Arguments& a, const Work& work) {
+        const int skv = limits_of(a, work).skv, rows = skv - work.first, others = skv - (work.first ^ kKeys);
         if (rows < kKeys) clear_rows<4>(shared.k, kRows, max(rows, 0), kKeys, kBarrier);
         if (others < kKeys) clear_rows<2>(shared.others, kRows, max(others, 0), kKeys, kBarrier);
     }
-#endif
 
     __device__ __forceinline__ void tile(const Arguments& a, int query) {
         float acc[kPiece / 64];
         shared.grad_box.wait_full(tiles.parity);
-#if PACKED
-        const int rows = of_work.limits(a).sq - query;
-        if (rows < QUERIES) clear_rows<4>(shared.grad, kRows, rows, QUERIES, kBarrier);
-#endif
+        if constexpr (Config::kPacked) {
+            const int rows = of_work.limits(a).sq - query;
+            if (rows < kQueries) clear_rows<4>(shared.grad, kRows, rows, kQueries, kBarrier);
+        }
         shared.p_box.wait_full(tiles.parity);
         wgmma_fence();
 #pragma unroll
         for (int step = 0; step < 4; step++)
-            wgmma_k16<FORMAT, 0, 1>(dv, along_d(shared_address(shared.p), kRows, step),
+            wgmma_k16<Format, 0, 1>(dv, along_d(shared_address(shared.p), kRows, step),
                                     along_rows(shared_address(shared.grad), kRows, step), 1);
         wgmma_commit();
         multiply_dq(acc);
@@ -140,8 +155,8 @@ struct DkConsumer {
     int block;
     Stage<2> queries;
     Stage<1> tiles;
-    OfWork of_work;
-    float dk[N_OUT / 2];
+    LimitsInPlace<Config> of_work;
+    float dk[kAcc];
 
     __device__ __forceinline__ const Limits& limits() const { return of_work.limits(a); }
 
@@ -181,31 +196,31 @@ struct DkConsumer {
         asm volatile("" : "+r"(at.head), "+r"(at.key));
         float s[kScores], dp[kScores];
         shared.q_box[place].wait_full(queries.parity);
-#if PACKED
-        const int rows = limits().sq - (at.query - column);
-        if (rows < QUERIES) clear_rows<4>(shared.q[place], kRows, rows, QUERIES, 2);
-#endif
+        if constexpr (Config::kPacked) {
+            const int rows = limits().sq - (at.query - column);
+            if (rows < kQueries) clear_rows<4>(shared.q[place], kRows, rows, kQueries, 2);
+        }
         score(s, shared_address(shared.k), q);
         shared.grad_box.wait_full(tiles.parity);
         score(dp, shared_address(shared.v), shared_address(shared.grad));
         if (some_hidden) hide(at, a, limits());
-        if constexpr (DROPOUT) read_kept(at, a, scratch);
+        if constexpr (Config::kDropout) read_kept(at, a, scratch);
         wgmma_wait<1>();
         wgmma_hold(s);
         weigh(s, a, limits(), at, some_hidden, shared.base[place] + column, shared.inv[place] + column);
         give_weights(s, at);
         // Read again, or the compiler keeps each bit that the weights have asked for in a register.
-        if constexpr (DROPOUT) read_kept(at, a, scratch);
+        if constexpr (Config::kDropout) read_kept(at, a, scratch);
         wgmma_wait<0>();
         wgmma_hold(dp);
         differentiate(dp, s, a, at, some_hidden, shared.dots + column);
         empty_for_both(shared.grad_box);
         unsigned gradients[4][4];
 #pragma unroll
-        for (int step = 0; step < 4; step++) pack_operand<FORMAT>(gradients[step], dp, step);
+        for (int step = 0; step < 4; step++) pack_operand<Format>(gradients[step], dp, step);
         wgmma_fence();
 #pragma unroll
-        for (int step = 0; step < 4; step++) wgmma_k16<FORMAT, 1>(dk, gradients[step], along_rows(q, kRows, step), 1);
+        for (int step = 0; step < 4; step++) wgmma_k16<Format, 1>(dk, gradients[step], along_rows(q, kRows, step), 1);
         wgmma_commit();
         give_gradients(gradients);
         wgmma_wait<0>();
@@ -217,7 +232,7 @@ struct DkConsumer {
 
 // Calls `begin`, then `tile` with each tile's head and first query, and then `store` with the sum's place: for each work.
 template <class Begin, class Tile, class Store>
-__device__ __forceinline__ void consume(Shared& shared, const Arguments& a, float (&sum)[N_OUT / 2], const Begin& begin,
+__device__ __forceinline__ void consume(Shared& shared, const Arguments& a, float (&sum)[kAcc], const Begin& begin,
                                         const Tile& tile, const Store& store) {
     for (unsigned works = 0;; works++) {  // one number, as registers are few
         shared.work_box[works % 2].wait_full(works / 2 % 2);
@@ -225,12 +240,12 @@ __device__ __forceinline__ void consume(Shared& shared, const Arguments& a, floa
         if (work.key_head < 0) return;
         const int row = work.first + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
 #pragma unroll
-        for (int i = 0; i < N_OUT / 2; i++) sum[i] = 0.0f;
+        for (int i = 0; i < kAcc; i++) sum[i] = 0.0f;
         shared.keys_box.wait_full(works % 2);
         begin(work);
         Pairs at{work.batch * a.heads + work.key_head * a.group, row, 0, {}, {}};
         for (int n = 0; n < a.group; n++, at.head++)
-            for (int first = work.queries.from; first < work.queries.to; first += QUERIES) tile(at, work.first, first);
+            for (int first = work.queries.from; first < work.queries.to; first += kQueries) tile(at, work.first, first);
         shared.keys_box.arrive_empty();
         const Limits& limits = limits_of(a, work);
         store(work.batch * a.out_b + work.key_head * a.out_h + (row + kv_start(limits)) * a.out_s,
@@ -273,24 +288,24 @@ extern "C" __global__ __cluster_dims__(2, 1, 1) void __launch_bounds__(384, 1)
             DvConsumer consumer{shared, block};
             const auto begin = [&](const Work& work) {
                 consumer.of_work.begin(work);
-#if PACKED
-                consumer.clear_keys(work);
-#endif
+                if constexpr (Config::kPacked) consumer.clear_keys(a, work);
             };
             consume(
                 shared, a, consumer.dv, begin, [&](Pairs&, int, int query) { consumer.tile(a, query); },
-                [&](long long to, int rows) { store_rows(consumer.dv, a.kept, a.kept, dv + to, a.out_s, rows, a.d); });
+                [&](long long to, int rows) {
+                    store_rows<Format>(consumer.dv, a.kept, a.kept, dv + to, a.out_s, rows, a.d);
+                });
         } else {
             DkConsumer consumer{shared, a, scratch, block};
             const auto tile = [&](Pairs& at, int key, int query) {
                 at.query = query + threadIdx.x % 4 * 2;
-                consumer.tile(at, a.mask != nullptr || query + QUERIES > consumer.limits().sq ||
+                consumer.tile(at, a.mask != nullptr || query + kQueries > consumer.limits().sq ||
                                       key + kKeys > key_limit(consumer.limits(), query) ||
-                                      key < key_from(consumer.limits(), query + QUERIES - 1));
+                                      key < key_from(consumer.limits(), query + kQueries - 1));
             };
             const auto begin = [&](const Work& work) { consumer.of_work.begin(work); };
             consume(shared, a, consumer.dk, begin, tile, [&](long long to, int rows) {
-                store_rows(consumer.dk, a.scale, a.scale, dk + to, a.out_s, rows, a.d);
+                store_rows<Format>(consumer.dk, a.scale, a.scale, dk + to, a.out_s, rows, a.d);
             });
         }
     }

@@ -8,18 +8,28 @@
 //
 // Before it: `dots` of attention_backward_ends.cu.
 //
-// Defines: as attention.cu, with BIAS = 1.
+// Defines: FORMAT (BF16 | FP16), D_CHUNKS (d in chunks of 64: 1, 2, 4), DROPOUT (0 | 1), LENGTHS (0 | 1), PACKED (0 | 1).
 #include "attention_backward.cuh"
 #include "attention_bias.cuh"
 
 using namespace twin;
 
+struct Config : AttentionDefaults {
+    using Format = FORMAT;
+    static constexpr bool kDropout = DROPOUT, kBias = true, kLengths = LENGTHS, kPacked = PACKED;
+    static constexpr int kChunks = D_CHUNKS;
+};
+using Format = Config::Format;
+using Arguments = AttentionArguments<Config>;
+using Limits = AttentionLimits<Config>;
+
+constexpr int kChunks = Config::kChunks;
 constexpr int kStreamRows = 64;                                              // keys of a tile
 constexpr int kQueryChunk = kTileRows * 128, kKeyChunk = kStreamRows * 128;  // bytes
 
 struct __align__(1024) Shared {
-    unsigned char q[D_CHUNKS * kQueryChunk], grad[D_CHUNKS * kQueryChunk];
-    unsigned char k[D_CHUNKS * kKeyChunk], v[D_CHUNKS * kKeyChunk];
+    unsigned char q[kChunks * kQueryChunk], grad[kChunks * kQueryChunk];
+    unsigned char k[kChunks * kKeyChunk], v[kChunks * kKeyChunk];
     unsigned long long full;
 };
 static_assert(sizeof(Shared) <= 232448, "a block has at most 227 KB of shared memory");
@@ -57,7 +67,7 @@ __device__ __forceinline__ void prepare(Pairs& at, const Arguments& a, const Lim
             at.hidden |= static_cast<unsigned>(hidden) << n;
         }
     }
-    if constexpr (DROPOUT) {
+    if constexpr (Config::kDropout) {
         const Generator generator = read_state_once(a.rng_state);
         at.keep = 0;
 #pragma unroll 1
@@ -82,8 +92,8 @@ __device__ __forceinline__ void weigh(float (&s)[32], const Arguments& a, const 
 // Issue rows · columnsᵀ, both tiles of d values.
 __device__ __forceinline__ void multiply(float (&acc)[32], unsigned rows, unsigned columns) {
 #pragma unroll
-    for (int step = 0; step < 4 * D_CHUNKS; step++)
-        wgmma_k16<FORMAT, 0, 0>(acc, along_d(rows, kQueryChunk, step), along_d(columns, kKeyChunk, step), step > 0);
+    for (int step = 0; step < 4 * kChunks; step++)
+        wgmma_k16<Format, 0, 0>(acc, along_d(rows, kQueryChunk, step), along_d(columns, kKeyChunk, step), step > 0);
     wgmma_commit();
 }
 
@@ -108,7 +118,7 @@ __device__ __forceinline__ void store(const float (&sum)[32], const Arguments& a
         if (a.bias_is_fp32)
             static_cast<float*>(dbias)[place] = sum[n];
         else
-            static_cast<unsigned short*>(dbias)[place] = static_cast<unsigned short>(pack_pair<FORMAT>(sum[n], 0.0f));
+            static_cast<unsigned short*>(dbias)[place] = static_cast<unsigned short>(pack_pair<Format>(sum[n], 0.0f));
     }
 }
 
@@ -134,7 +144,7 @@ extern "C" __global__ void __launch_bounds__(256)
     const int batches = bias_batches == 1 ? a.batches : 1, heads = bias_heads == 1 ? a.heads : 1;
     const Range keys = visited(limits_of(a, matrix_batch), first);
     const int block = key / kTileRows;
-    const int count = LENGTHS || (block >= keys.from && block < keys.to) ? batches * heads : 0;
+    const int count = Config::kLengths || (block >= keys.from && block < keys.to) ? batches * heads : 0;
 
     Pairs at{0, first + static_cast<int>(threadIdx.x) / 32 * 16, key, 0, 0};
     float sum[32];
@@ -144,7 +154,7 @@ extern "C" __global__ void __launch_bounds__(256)
     for (int n = 0; n < count; n++, parity ^= 1) {
         const int batch = matrix_batch + n / heads, head = matrix_head + n % heads;
         const Limits& limits = limits_of(a, batch);
-        if constexpr (LENGTHS) {
+        if constexpr (Config::kLengths) {
             const Range own = visited(limits, first);
             if (block < own.from || block >= own.to) {
                 parity ^= 1;  // nothing has arrived
@@ -152,13 +162,17 @@ extern "C" __global__ void __launch_bounds__(256)
             }
         }
         if (threadIdx.x == 0) {
-            mbarrier_arrive_expect_tx(full, D_CHUNKS * 2 * (kQueryChunk + kKeyChunk));
-            for (int c = 0; c < D_CHUNKS; c++) {
+            mbarrier_arrive_expect_tx(full, kChunks * 2 * (kQueryChunk + kKeyChunk));
+            for (int c = 0; c < kChunks; c++) {
                 const int query_row = first + q_start(limits), key_row = key + kv_start(limits);
-                load_chunk(shared_address(shared.q) + c * kQueryChunk, &q, full, 64 * c, query_row, head, batch);
-                load_chunk(shared_address(shared.grad) + c * kQueryChunk, &grad, full, 64 * c, query_row, head, batch);
-                load_chunk(shared_address(shared.k) + c * kKeyChunk, &k, full, 64 * c, key_row, head / a.group, batch);
-                load_chunk(shared_address(shared.v) + c * kKeyChunk, &v, full, 64 * c, key_row, head / a.group, batch);
+                load_chunk<Config>(shared_address(shared.q) + c * kQueryChunk, &q, full, 64 * c, query_row, head,
+                                   batch);
+                load_chunk<Config>(shared_address(shared.grad) + c * kQueryChunk, &grad, full, 64 * c, query_row, head,
+                                   batch);
+                load_chunk<Config>(shared_address(shared.k) + c * kKeyChunk, &k, full, 64 * c, key_row, head / a.group,
+                                   batch);
+                load_chunk<Config>(shared_address(shared.v) + c * kKeyChunk, &v, full, 64 * c, key_row, head / a.group,
+                                   batch);
             }
         }
         at.head = batch * a.heads + head;

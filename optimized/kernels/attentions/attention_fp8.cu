@@ -20,10 +20,21 @@
 
 using namespace twin;
 
-constexpr int kConsumers = 3;                                                                 // warpgroups
-constexpr int kQueries = 64 * kConsumers;                                                     // of a tile
-constexpr int kChunk = kTileRows * 128, kQueryChunk = kQueries * 128, kValues = N_OUT * 128;  // bytes
-constexpr unsigned kOnes = 0x38383838;                                                        // four codes of 1
+struct Config : AttentionDefaults {
+    using Format = FORMAT;
+    static constexpr bool kDropout = DROPOUT;
+    static constexpr int kChunks = D_CHUNKS, kSteps = D_STEPS, kChannels = N_OUT;
+    static constexpr int kStages = STAGES, kQueryStages = Q_STAGES;
+};
+using Arguments = AttentionArguments<Config>;
+
+constexpr bool kDropout = Config::kDropout;
+constexpr int kChunks = Config::kChunks, kSteps = Config::kSteps, kChannels = Config::kChannels, kAcc = kChannels / 2;
+constexpr int kStages = Config::kStages, kQueryStages = Config::kQueryStages;
+constexpr int kConsumers = 3;                                                                     // warpgroups
+constexpr int kQueries = 64 * kConsumers;                                                         // of a tile
+constexpr int kChunk = kTileRows * 128, kQueryChunk = kQueries * 128, kValues = kChannels * 128;  // bytes
+constexpr unsigned kOnes = 0x38383838;                                                            // four codes of 1
 
 // Queries from `first` of a head, columns from `column` of d, and the blocks of keys that they visit. Without a head
 // (-1), there is no tile.
@@ -33,15 +44,15 @@ struct Tile {
 };
 
 struct Values {
-    unsigned char codes[kValues];  // [N_OUT][128 keys]
+    unsigned char codes[kValues];  // [kChannels][128 keys]
     unsigned char ones[8 * 128];   // eight rows more, after which the operand's ninth group of 8 rows lies
 };
 
 struct __align__(1024) Shared {
-    unsigned char q[Q_STAGES][D_CHUNKS * kQueryChunk];
-    unsigned char k[STAGES][D_CHUNKS * kChunk];
-    Values v[STAGES];
-    Mailbox q_box[Q_STAGES], k_box[STAGES], v_box[STAGES], tile_box[2];
+    unsigned char q[kQueryStages][kChunks * kQueryChunk];
+    unsigned char k[kStages][kChunks * kChunk];
+    Values v[kStages];
+    Mailbox q_box[kQueryStages], k_box[kStages], v_box[kStages], tile_box[2];
     Tile tile[2];  // what the consumers do next
 };
 static_assert(sizeof(Shared) <= 232448, "a block has at most 227 KB of shared memory");
@@ -62,20 +73,20 @@ __device__ __forceinline__ Range visited_by_tile(const Arguments& a, int first) 
 // The tile of a rank. Heads are taken `together` at a time, so that their keys stay in L2, and of those the last queries
 // first, which have most to do.
 __device__ __forceinline__ Tile tile_of(const Arguments& a, int rank) {
-    const int query_blocks = (a.sq + kQueries - 1) / kQueries, columns = (a.d + N_OUT - 1) / N_OUT;
+    const int query_blocks = (a.sq + kQueries - 1) / kQueries, columns = (a.d + kChannels - 1) / kChannels;
     const int all_heads = a.batches * a.heads, width = query_blocks * columns;
     if (rank >= all_heads * width) return {0, 0, -1, 0, {0, 0}};
     const int before = rank / (a.together * width) * a.together;
     const int heads = min(a.together, all_heads - before), place = rank - before * width;
     const int head = before + place % heads, block = place / heads;
     const int first = (query_blocks - 1 - block / columns) * kQueries;
-    return {first, head / a.heads, head % a.heads, block % columns * N_OUT, visited_by_tile(a, first)};
+    return {first, head / a.heads, head % a.heads, block % columns * kChannels, visited_by_tile(a, first)};
 }
 
 __device__ __forceinline__ void produce(Shared& shared, const CUtensorMap* q, const CUtensorMap* k,
                                         const CUtensorMap* v, const Arguments& a, int* ticket) {
-    Stage<Q_STAGES> queries;
-    Stage<STAGES> stage;
+    Stage<kQueryStages> queries;
+    Stage<kStages> stage;
     Stage<2> tiles;
     for (int rank = blockIdx.x, next;; rank = next, queries.advance(), tiles.advance()) {
         shared.tile_box[tiles.index].wait_empty(tiles.parity);
@@ -87,22 +98,23 @@ __device__ __forceinline__ void produce(Shared& shared, const CUtensorMap* q, co
         const int s = queries.index;
         shared.q_box[s].wait_empty(queries.parity);
         const unsigned q_full = shared_address(&shared.q_box[s].full);
-        mbarrier_arrive_expect_tx(q_full, D_CHUNKS * kQueryChunk);
-        for (int c = 0; c < D_CHUNKS; c++)
-            load_chunk(shared_address(shared.q[s]) + c * kQueryChunk, q, q_full, 128 * c, tile.first, tile.head,
-                       tile.batch);
+        mbarrier_arrive_expect_tx(q_full, kChunks * kQueryChunk);
+        for (int c = 0; c < kChunks; c++)
+            load_chunk<Config>(shared_address(shared.q[s]) + c * kQueryChunk, q, q_full, 128 * c, tile.first, tile.head,
+                               tile.batch);
         for (int j = tile.blocks.from; j < tile.blocks.to; j++, stage.advance()) {
             const int n = stage.index;
             const unsigned k_full = shared_address(&shared.k_box[n].full),
                            v_full = shared_address(&shared.v_box[n].full);
             shared.k_box[n].wait_empty(stage.parity);
-            mbarrier_arrive_expect_tx(k_full, D_CHUNKS * kChunk);
-            for (int i = 0; i < 2 * D_CHUNKS; i++)  // keys 4 n and 4 n + 1, then 4 n + 2 and 4 n + 3
+            mbarrier_arrive_expect_tx(k_full, kChunks * kChunk);
+            for (int i = 0; i < 2 * kChunks; i++)  // keys 4 n and 4 n + 1, then 4 n + 2 and 4 n + 3
                 tma_load_5d(shared_address(shared.k[n]) + i * (kChunk / 2), k, k_full, i / 2 * 128, i % 2 * 2,
                             j * (kTileRows / 4), key_head, tile.batch);
             shared.v_box[n].wait_empty(stage.parity);
             mbarrier_arrive_expect_tx(v_full, kValues);
-            load_chunk(shared_address(shared.v[n].codes), v, v_full, j * kTileRows, tile.column, key_head, tile.batch);
+            load_chunk<Config>(shared_address(shared.v[n].codes), v, v_full, j * kTileRows, tile.column, key_head,
+                               tile.batch);
         }
     }
 }
@@ -115,7 +127,7 @@ __device__ __forceinline__ unsigned long long along_k(unsigned tile, int chunk_b
 // Issue s = q kᵀ.
 __device__ __forceinline__ void score(float (&s)[64], unsigned q, unsigned k) {
 #pragma unroll
-    for (int step = 0; step < D_STEPS; step++)
+    for (int step = 0; step < kSteps; step++)
         wgmma_k32<E4M3, E4M3>(s, along_k(q, kQueryChunk, step), along_k(k, kChunk, step), step > 0);
 }
 
@@ -135,43 +147,42 @@ __device__ __forceinline__ void add_sums(Rows& rows, const float (&alpha)[2], fl
 }
 
 // O = fma(O, alpha, P v), 64 columns at a time: with all 128 at once a thread would need more registers than it has.
-__device__ __forceinline__ void add_values(float (&o)[N_OUT / 2], Rows& rows, const float (&alpha)[2],
+__device__ __forceinline__ void add_values(float (&o)[kAcc], Rows& rows, const float (&alpha)[2],
                                            const unsigned (&p)[4][4], unsigned v) {
     const auto add = [&](const float* product, int first) {
 #pragma unroll
         for (int i = 0; i < 32; i++) o[first + i] = __fmaf_rn(o[first + i], alpha[i / 2 % 2], product[i]);
     };
-    if constexpr (N_OUT == 128) {
+    if constexpr (kChannels == 128) {
         float product[32];
         multiply_codes(product, p, v);
         wgmma_wait<0>();
         wgmma_hold(product);
         add(product, 0);
     }
-    float product[DROPOUT ? 32 : 36];  // the ones are the last eight columns
-    multiply_codes(product, p, v + (N_OUT - 64) * 128);
+    float product[kDropout ? 32 : 36];  // the ones are the last eight columns
+    multiply_codes(product, p, v + (kChannels - 64) * 128);
     wgmma_wait<0>();
     wgmma_hold(product);
-    add(product, N_OUT / 2 - 32);
-    if constexpr (!DROPOUT) add_sums(rows, alpha, product[32], product[34]);
+    add(product, kAcc - 32);
+    if constexpr (!kDropout) add_sums(rows, alpha, product[32], product[34]);
 }
 
-__device__ __forceinline__ void store(const float (&o)[N_OUT / 2], const Rows& rows, const Arguments& a,
-                                      float of_values, unsigned short* out, float* m, float* inv, int row,
-                                      const Tile& tile) {
+__device__ __forceinline__ void store(const float (&o)[kAcc], const Rows& rows, const Arguments& a, float of_values,
+                                      unsigned short* out, float* m, float* inv, int row, const Tile& tile) {
     float last[2];
     finish_codes(last, rows, a, m, inv, tile.batch, tile.head, row, tile.column == 0);
     out += tile.batch * a.out_b + tile.head * a.out_h + row * a.out_s + tile.column;
-    store_rows(o, __fmul_rn(last[0], of_values), __fmul_rn(last[1], of_values), out, a.out_s, a.sq - row,
-               a.d - tile.column);
+    store_rows<Config::Format>(o, __fmul_rn(last[0], of_values), __fmul_rn(last[1], of_values), out, a.out_s,
+                               a.sq - row, a.d - tile.column);
 }
 
 __device__ __forceinline__ void consume(Shared& shared, const Arguments& a, float of_scores, float of_values,
                                         unsigned short* out, float* m, float* inv, int warpgroup) {
     Generator generator{};
-    if constexpr (DROPOUT) generator = read_state_once(a.rng_state);
-    Stage<Q_STAGES> queries;
-    Stage<STAGES> keys;
+    if constexpr (kDropout) generator = read_state_once(a.rng_state);
+    Stage<kQueryStages> queries;
+    Stage<kStages> keys;
     Stage<2> tiles;
     for (;; queries.advance(), tiles.advance()) {
         shared.tile_box[tiles.index].wait_full(tiles.parity);
@@ -181,10 +192,10 @@ __device__ __forceinline__ void consume(Shared& shared, const Arguments& a, floa
         const unsigned q = shared_address(shared.q[queries.index]) + warpgroup * (64 * 128);
         const unsigned char* mask = head_mask(a, tile.batch, tile.head);
         Rows rows{{kLowest, kLowest}, {0.0f, 0.0f}};
-        float o[N_OUT / 2];
+        float o[kAcc];
 #pragma unroll
-        for (int i = 0; i < N_OUT / 2; i++) o[i] = 0.0f;
-        const auto counter = DROPOUT ? tile_counter(a, tile.batch * a.heads + tile.head, warp_row / 16, 0) : 0;
+        for (int i = 0; i < kAcc; i++) o[i] = 0.0f;
+        const auto counter = kDropout ? tile_counter(a, tile.batch * a.heads + tile.head, warp_row / 16, 0) : 0;
         const ClearBlocks clear(a, warp_row, mask != nullptr);
         const auto hide = [&](float (&s)[64], int j) {
             const int key = j * kTileRows + 4 * (threadIdx.x % 4);
@@ -223,7 +234,7 @@ __device__ __forceinline__ void consume(Shared& shared, const Arguments& a, floa
                 pack_codes(p, s);
             }
             shared.v_box[keys.index].wait_full(keys.parity);
-            if constexpr (DROPOUT) {
+            if constexpr (kDropout) {
                 float sums[4];
                 unsigned keep[2];
                 multiply_codes(sums, p, shared_address(shared.v[keys.index].ones));
@@ -257,7 +268,7 @@ extern "C" __global__ void __launch_bounds__(128 * (kConsumers + 1), 1)
         for (Mailbox& box : shared.tile_box) box.init(1, 4 * kConsumers);
         fence_mbarrier_init();
     }
-    for (int n = threadIdx.x; n < STAGES * (8 * 32); n += 128 * (kConsumers + 1))
+    for (int n = threadIdx.x; n < kStages * (8 * 32); n += 128 * (kConsumers + 1))
         reinterpret_cast<unsigned*>(shared.v[n / (8 * 32)].ones)[n % (8 * 32)] = kOnes;
     fence_proxy_async();
     __syncthreads();

@@ -23,7 +23,8 @@ struct ClearBlocks {
     int from;
     unsigned count;
 
-    __device__ __forceinline__ ClearBlocks(const Arguments& a, int first, bool has_mask) {
+    template <class Limits>
+    __device__ __forceinline__ ClearBlocks(const Limits& a, int first, bool has_mask) {
         from = (key_from(a, first + 15) + kTileRows - 1) >> 7;
         const int to = max(key_limit(a, first), 0) / kTileRows;
         count = has_mask ? 0 : max(to - from, 0);
@@ -34,7 +35,8 @@ struct ClearBlocks {
 
 // Scores of hidden pairs become -inf. `row`: the thread's first query; `key`: its first key. Here those of keys beyond
 // a query's last one, ...
-__device__ __forceinline__ void hide_fours_after(float (&s)[64], const Arguments& a, int row, int key) {
+template <class Limits>
+__device__ __forceinline__ void hide_fours_after(float (&s)[64], const Limits& a, int row, int key) {
     const int limits[2] = {key_limit(a, row) - key, key_limit(a, row + 8) - key};
 #pragma unroll
     for (int i = 0; i < 64; i++)
@@ -42,7 +44,8 @@ __device__ __forceinline__ void hide_fours_after(float (&s)[64], const Arguments
 }
 
 // ... here those of keys before a query's first one ...
-__device__ __forceinline__ void hide_fours_before(float (&s)[64], const Arguments& a, int row, int key) {
+template <class Limits>
+__device__ __forceinline__ void hide_fours_before(float (&s)[64], const Limits& a, int row, int key) {
     const int limits[2] = {key_from(a, row) - key, key_from(a, row + 8) - key};
 #pragma unroll
     for (int i = 0; i < 64; i++)
@@ -50,7 +53,7 @@ __device__ __forceinline__ void hide_fours_before(float (&s)[64], const Argument
 }
 
 // ... and here those that the mask hides.
-__device__ __forceinline__ void hide_fours_masked(float (&s)[64], const Arguments& a, const unsigned char* mask,
+__device__ __forceinline__ void hide_fours_masked(float (&s)[64], const CommonArguments& a, const unsigned char* mask,
                                                   int row, int key) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -179,7 +182,7 @@ __device__ __forceinline__ void drop_codes(unsigned (&p)[4][4], const unsigned (
 }
 
 // The factors of the thread's two rows of O, whose sums are l. m and 1 / l go to memory if `writes`.
-__device__ __forceinline__ void finish_codes(float (&last)[2], const Rows& rows, const Arguments& a, float* m,
+__device__ __forceinline__ void finish_codes(float (&last)[2], const Rows& rows, const CommonArguments& a, float* m,
                                              float* inv, int batch, int head, int row, bool writes) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {

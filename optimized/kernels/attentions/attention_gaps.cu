@@ -3,11 +3,15 @@
 //
 // x and, if it is not null, y of the same strides. grid: (entries + 1, blocks of a gap). `of_keys`: whether the rows are
 // those of keys.
-//
-// Defines: LENGTHS, PACKED (1), FORMAT (any).
 #include "attention_tile.cuh"
 
 using namespace twin;
+
+struct Config : AttentionDefaults {
+    static constexpr bool kLengths = true, kPacked = true;
+};
+using Arguments = AttentionArguments<Config>;
+using Limits = AttentionLimits<Config>;
 
 extern "C" __global__ void __launch_bounds__(256)
     attention_gaps(const __grid_constant__ Arguments a, unsigned short* x, unsigned short* y, int of_keys) {

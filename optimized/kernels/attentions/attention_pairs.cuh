@@ -6,20 +6,23 @@
 
 namespace twin {
 
-constexpr int kScores = QUERIES / 2;  // accumulators of a tile of 64 keys
-
 // What a thread hides and keeps of its pairs, and where they lie: accumulator 4 t + 2 r + e is of the key
 // `key` + 8 r and of the query `query` + 8 t + e.
-struct Pairs {
+template <class Config_>
+struct BackwardPairs {
+    using Config = Config_;
+    static constexpr int kWords = BackwardTile<Config>::kWords;
     int head, key, query;                   // head: batch h + head, of the queries
     unsigned hidden[kWords], keep[kWords];  // bit n % 32 of word n / 32: of accumulator n
 };
 
 // Fill `hidden`, for a tile in which some pair is hidden.
-__device__ __forceinline__ void hide(Pairs& at, const Arguments& a, const Limits& limits) {
+template <class Config>
+__device__ __forceinline__ void hide(BackwardPairs<Config>& at, const AttentionArguments<Config>& a,
+                                     const AttentionLimits<Config>& limits) {
     const unsigned char* mask = head_mask(a, at.head / a.heads, at.head % a.heads);
 #pragma unroll
-    for (int word = 0; word < kWords; word++) {
+    for (int word = 0; word < at.kWords; word++) {
         unsigned bits = 0;
 #pragma unroll 1
         for (int n = 0; n < 32; n++) {
@@ -33,20 +36,25 @@ __device__ __forceinline__ void hide(Pairs& at, const Arguments& a, const Limits
 }
 
 // Fill `keep` with what attention_keep has drawn.
-__device__ __forceinline__ void read_kept(Pairs& at, const Arguments& a, const Scratch& scratch) {
+template <class Config>
+__device__ __forceinline__ void read_kept(BackwardPairs<Config>& at, const CommonArguments& a,
+                                          const CommonScratch& scratch) {
 #pragma unroll
-    for (int word = 0; word < kWords; word++)
+    for (int word = 0; word < at.kWords; word++)
         at.keep[word] = kept_words(a, scratch, at.head, at.query + 64 * word, at.key)[threadIdx.x % 32];
 }
 
-__device__ __forceinline__ bool is_set(const unsigned (&bits)[kWords], int n) { return bits[n / 32] >> n % 32 & 1; }
+template <int kWords>
+__device__ __forceinline__ bool is_set(const unsigned (&bits)[kWords], int n) {
+    return bits[n / 32] >> n % 32 & 1;
+}
 
 // The scores s become the weights, in place: +0 where a pair is hidden.
-__device__ __forceinline__ void weigh(float (&s)[kScores], const Arguments& a, const Limits& limits, const Pairs& at,
+template <int kScores, class Config>
+__device__ __forceinline__ void weigh(float (&s)[kScores], const AttentionArguments<Config>& a,
+                                      const AttentionLimits<Config>& limits, const BackwardPairs<Config>& at,
                                       bool some_hidden, const float* base, const float* inv) {
-#if BIAS
     add_bias<true>(s, a, limits, at.head / a.heads, at.head % a.heads, at.key, at.query);
-#endif
 #pragma unroll
     for (int t = 0; t < kScores / 4; t++) {
         const float2 bases = *reinterpret_cast<const float2*>(base + 8 * t);
@@ -62,21 +70,23 @@ __device__ __forceinline__ void weigh(float (&s)[kScores], const Arguments& a, c
 }
 
 // The weights of 16 queries that dropout keeps, as an operand.
-__device__ __forceinline__ void pack_kept(unsigned (&weights)[4], const float (&s)[kScores], const Pairs& at,
-                                          int step) {
+template <int kScores, class Config>
+__device__ __forceinline__ void pack_kept(unsigned (&weights)[4], const float (&s)[kScores],
+                                          const BackwardPairs<Config>& at, int step) {
     float kept[8];
 #pragma unroll
-    for (int i = 0; i < 8; i++) kept[i] = !DROPOUT || is_set(at.keep, 8 * step + i) ? s[8 * step + i] : 0.0f;
-    pack_operand<FORMAT>(weights, kept, 0);
+    for (int i = 0; i < 8; i++) kept[i] = !Config::kDropout || is_set(at.keep, 8 * step + i) ? s[8 * step + i] : 0.0f;
+    pack_operand<typename Config::Format>(weights, kept, 0);
 }
 
 // The gradients of the scores, in place of dp.
-__device__ __forceinline__ void differentiate(float (&dp)[kScores], const float (&s)[kScores], const Arguments& a,
-                                              const Pairs& at, bool some_hidden, const float* dots) {
+template <int kScores, class Config>
+__device__ __forceinline__ void differentiate(float (&dp)[kScores], const float (&s)[kScores], const CommonArguments& a,
+                                              const BackwardPairs<Config>& at, bool some_hidden, const float* dots) {
 #pragma unroll
     for (int n = 0; n < kScores; n++) {
         const float2 dot = *reinterpret_cast<const float2*>(dots + n / 4 * 8);
-        const float passed = !DROPOUT || is_set(at.keep, n) ? dp[n] : 0.0f;
+        const float passed = !Config::kDropout || is_set(at.keep, n) ? dp[n] : 0.0f;
         dp[n] = __fmul_rn(s[n], __fmaf_rn(passed, a.kept, -(n % 2 ? dot.y : dot.x)));
     }
     if (some_hidden) {

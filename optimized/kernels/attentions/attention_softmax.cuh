@@ -1,6 +1,6 @@
 // The forward's softmax of 64 queries and 128 keys, in registers of a warpgroup: hidden pairs, weights, dropout.
 //
-// Arithmetic: reference/ops/attentions/attention.py. Defines: as attention.cu.
+// Arithmetic: reference/ops/attentions/attention.py.
 #pragma once
 
 #include "attention_bias.cuh"
@@ -14,9 +14,10 @@ struct Rows {
 
 // Scores of hidden pairs become -inf. `row`: the thread's first query; `key`: its first key. Here those of keys beyond
 // a query's last one, which are all keys if there is no such query, ...
+template <class Limits>
 __device__ __forceinline__ void hide_after(float (&s)[64], const Limits& a, int row, int key) {
     int limits[2] = {key_limit(a, row), key_limit(a, row + 8)};
-    if constexpr (LENGTHS) {
+    if constexpr (Limits::Config::kLengths) {
         if (row >= a.sq) limits[0] = 0;
         if (row + 8 >= a.sq) limits[1] = 0;
     }
@@ -26,6 +27,7 @@ __device__ __forceinline__ void hide_after(float (&s)[64], const Limits& a, int 
 }
 
 // ... here those of keys before a query's first one ...
+template <class Limits>
 __device__ __forceinline__ void hide_before(float (&s)[64], const Limits& a, int row, int key) {
     const int limits[2] = {key_from(a, row), key_from(a, row + 8)};
 #pragma unroll
@@ -34,8 +36,8 @@ __device__ __forceinline__ void hide_before(float (&s)[64], const Limits& a, int
 }
 
 // ... and here those that the mask hides.
-__device__ __forceinline__ void hide_masked(float (&s)[64], const Arguments& a, const unsigned char* mask, int row,
-                                            int key) {
+__device__ __forceinline__ void hide_masked(float (&s)[64], const CommonArguments& a, const unsigned char* mask,
+                                            int row, int key) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         unsigned hidden = 0;  // in a loop, which takes few registers
@@ -51,7 +53,7 @@ __device__ __forceinline__ void hide_masked(float (&s)[64], const Arguments& a, 
 }
 
 // Whether the mask hides no pair of a block of keys, as far as one load tells: if all queries share a mask's row.
-__device__ __forceinline__ bool hides_nothing(const Arguments& a, const unsigned char* mask, int key) {
+__device__ __forceinline__ bool hides_nothing(const CommonArguments& a, const unsigned char* mask, int key) {
     const unsigned char* entries = mask + key;
     const bool one_row = a.mask_i == 0 || a.sq == 1;  // torch's stride of a dimension of one element means nothing
     if (!one_row || a.mask_j != 1 || key + kTileRows > a.skv || reinterpret_cast<size_t>(entries) % 4 != 0)
@@ -105,16 +107,15 @@ __device__ __forceinline__ void drop(float (&s)[64], const Generator& generator,
 }
 
 // The factors of the thread's two rows of O. m and 1 / l go to memory if `writes`.
-__device__ __forceinline__ void finish(float (&last)[2], const Rows& rows, const Arguments& a, float* m, float* inv,
-                                       int batch, int head, int row, bool writes) {
+template <class Config>
+__device__ __forceinline__ void finish(float (&last)[2], const Rows& rows, const AttentionArguments<Config>& a,
+                                       float* m, float* inv, int batch, int head, int row, bool writes) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         float sum = rows.sum[r];
         sum = sum + __shfl_xor_sync(0xFFFFFFFF, sum, 1);
         sum = sum + __shfl_xor_sync(0xFFFFFFFF, sum, 2);
-#if SINK
-        sum = sum + exp2_grid(__fmul_rn(__ldg(a.sinks + head), kLog2e) - rows.m[r]);
-#endif
+        if constexpr (Config::kSink) sum = sum + exp2_grid(__fmul_rn(__ldg(a.sinks + head), kLog2e) - rows.m[r]);
         const float inverse = sum == 0.0f ? 0.0f : __fdiv_rn(1.0f, sum);
         last[r] = __fmul_rn(inverse, a.kept);
         const int query = row + 8 * r;

@@ -1,29 +1,11 @@
-// What the attention kernels share: their arguments, tiles in shared memory, the mask, dropout.
+// What the attention kernels share: their configuration, their arguments, tiles in shared memory, the mask, dropout.
 //
 // Operands are [rows][d] tiles in shared memory: chunks of 64 values of d, each [rows][128 bytes], swizzled by 128
 // bytes, as the copy engine leaves them. A chunk serves as a K-major operand (the GEMM runs over d) and as an
 // MN-major one (it runs over rows). What lies outside a tensor arrives as zeros.
 //
 // Arithmetic: reference/ops/attentions/attention.py and attention_backward.py.
-//
-// Defines: BIAS (0 | 1, 0 where it is not defined): whether scores have a bias (attention_bias.cuh). SINK (the same):
-// whether heads have a sink. LENGTHS (the same): whether entries of the batch have lengths
-// (reference/ops/attentions/attention_lengths.py). PACKED (the same): whether they lie one after the other in tensors
-// [tokens, heads, d] (reference/ops/attentions/attention_packed.py); then LENGTHS is 1.
 #pragma once
-
-#ifndef BIAS
-#define BIAS 0
-#endif
-#ifndef SINK
-#define SINK 0
-#endif
-#ifndef LENGTHS
-#define LENGTHS 0
-#endif
-#ifndef PACKED
-#define PACKED 0
-#endif
 
 #include "common/elementary.cuh"
 #include "common/mailbox.cuh"
@@ -43,8 +25,32 @@ constexpr int kWarpgroups = 2;                                     // of the bac
 #define TWIN_HIDDEN __int_as_float(static_cast<int>(0xFF800000u))  // the score of a hidden pair, -inf
 constexpr float kLowest = -1.2676506002282294e30f;                 // -2^100
 
-// The fields of optimized/ops/attentions/attention.py's structured array, in its order.
-struct Arguments {
+// A configuration is a struct with these names and, without a default, Format (BF16 | FP16) and those that a kernel's
+// file says.
+struct AttentionDefaults {
+    static constexpr bool kDropout = false;
+    static constexpr bool kBias = false;     // scores have a bias (attention_bias.cuh)
+    static constexpr bool kSink = false;     // heads have a sink
+    static constexpr bool kLengths = false;  // entries of the batch have lengths (attention_lengths.py)
+    static constexpr bool kPacked = false;   // entries lie one after the other in [tokens, heads, d]; they have lengths
+};
+
+// A part of a struct that only some configurations have.
+template <class Part, bool kHas>
+struct Optional {};
+template <class Part>
+struct Optional<Part, true> : Part {};
+
+template <bool kFirst, class First, class Second>
+struct Choice {
+    using Type = First;
+};
+template <class First, class Second>
+struct Choice<false, First, Second> {
+    using Type = Second;
+};
+
+struct CommonArguments {
     const unsigned long long* rng_state;
     const unsigned char* mask;
     long long mask_b, mask_h, mask_i, mask_j;  // strides, 0 where the mask is broadcast
@@ -54,102 +60,149 @@ struct Arguments {
     int lower, upper;    // query i sees key j if i + lower <= j <= i + upper; -2^30 and 2^30 are no limits; see Limits
     unsigned threshold;  // of dropout
     float c, kept, scale;
-#if BIAS
+};
+
+struct BiasArguments {
     const void* bias;                  // null for ALiBi
     const float* slopes;               // of ALiBi
     long long bias_b, bias_h, bias_i;  // strides of the bias, in elements; a row's elements are neighbours
     long long slope_b;
     int bias_is_fp32, diagonal;  // ALiBi's bias is 0 where key = query + diagonal
-#endif
-#if SINK
+};
+
+struct SinkArguments {
     const float* sinks;  // [heads]
-#endif
-#if LENGTHS
+};
+
+struct LengthArguments {
     const int *q_lengths, *kv_lengths;  // [batches]; null: all of sq, all of skv
     int ends_align;  // whether the diagonal ends at an entry's last query and key, not starts at (0, 0)
-#endif
-#if PACKED
+};
+
+struct PackedArguments {
+    const int *q_lengths, *kv_lengths;
+    int ends_align;
     int q_rows, kv_rows;              // of the tensors
     const int *q_starts, *kv_starts;  // [batches]: an entry's first rows; sq and skv are the longest entries'
-#endif
 };
 
-// The queries and keys that an entry of the batch has, and which of them see each other; a part of Arguments, or what
-// lengths leave of it.
-#if LENGTHS
-struct Limits {
+// The fields of optimized/ops/attentions/attention.py's structured array, in its order.
+template <class Config_>
+struct AttentionArguments : CommonArguments,
+                            Optional<BiasArguments, Config_::kBias>,
+                            Optional<SinkArguments, Config_::kSink>,
+                            Optional<LengthArguments, Config_::kLengths && !Config_::kPacked>,
+                            Optional<PackedArguments, Config_::kPacked> {
+    using Config = Config_;
+    static_assert(Config::kLengths || !Config::kPacked, "packed entries have lengths");
+};
+
+// One struct for each, as structs with several bases are not copied as a whole.
+template <bool kBias, bool kPacked>
+struct LimitFields {
     int sq, skv, lower, upper;
-#if BIAS
-    int diagonal;
-#endif
-#if PACKED
-    int q_start, kv_start;
-#endif
+};
+template <>
+struct LimitFields<true, false> {
+    int sq, skv, lower, upper, diagonal;
+};
+template <>
+struct LimitFields<false, true> {
+    int sq, skv, lower, upper, q_start, kv_start;
+};
+template <>
+struct LimitFields<true, true> {
+    int sq, skv, lower, upper, diagonal, q_start, kv_start;
 };
 
-__device__ __forceinline__ Limits limits_of(const Arguments& a, int batch) {
-#if PACKED
-    const int q_start = min(max(__ldg(a.q_starts + batch), 0), a.q_rows);
-    const int kv_start = min(max(__ldg(a.kv_starts + batch), 0), a.kv_rows);
-    const int sq = min(min(max(__ldg(a.q_lengths + batch), 0), a.sq), a.q_rows - q_start);
-    const int skv = min(min(max(__ldg(a.kv_lengths + batch), 0), a.skv), a.kv_rows - kv_start);
-#else
-    const int sq = a.q_lengths == nullptr ? a.sq : min(max(__ldg(a.q_lengths + batch), 0), a.sq);
-    const int skv = a.kv_lengths == nullptr ? a.skv : min(max(__ldg(a.kv_lengths + batch), 0), a.skv);
-#endif
-    const int shift = a.ends_align ? skv - sq : 0;
-#if PACKED && BIAS
-    return {sq, skv, a.lower + shift, a.upper + shift, shift, q_start, kv_start};
-#elif PACKED
-    return {sq, skv, a.lower + shift, a.upper + shift, q_start, kv_start};
-#elif BIAS
-    return {sq, skv, a.lower + shift, a.upper + shift, shift};
-#else
-    return {sq, skv, a.lower + shift, a.upper + shift};
-#endif
-}
-#else
-using Limits = Arguments;
+template <class Config_>
+struct EntryLimits : LimitFields<Config_::kBias, Config_::kPacked> {
+    using Config = Config_;
+};
 
-__device__ __forceinline__ const Limits& limits_of(const Arguments& a, int) { return a; }
-#endif
+// The queries and keys that an entry of the batch has, and which of them see each other: a part of the arguments, or
+// what lengths leave of it.
+template <class Config>
+using AttentionLimits = typename Choice<Config::kLengths, EntryLimits<Config>, AttentionArguments<Config>>::Type;
+
+template <class Config>
+__device__ __forceinline__
+    typename Choice<Config::kLengths, EntryLimits<Config>, const AttentionArguments<Config>&>::Type
+    limits_of(const AttentionArguments<Config>& a, int batch) {
+    if constexpr (Config::kLengths) {
+        EntryLimits<Config> of;
+        if constexpr (Config::kPacked) {
+            of.q_start = min(max(__ldg(a.q_starts + batch), 0), a.q_rows);
+            of.kv_start = min(max(__ldg(a.kv_starts + batch), 0), a.kv_rows);
+            of.sq = min(min(max(__ldg(a.q_lengths + batch), 0), a.sq), a.q_rows - of.q_start);
+            of.skv = min(min(max(__ldg(a.kv_lengths + batch), 0), a.skv), a.kv_rows - of.kv_start);
+        } else {
+            of.sq = a.q_lengths == nullptr ? a.sq : min(max(__ldg(a.q_lengths + batch), 0), a.sq);
+            of.skv = a.kv_lengths == nullptr ? a.skv : min(max(__ldg(a.kv_lengths + batch), 0), a.skv);
+        }
+        const int shift = a.ends_align ? of.skv - of.sq : 0;
+        of.lower = a.lower + shift, of.upper = a.upper + shift;
+        if constexpr (Config::kBias) of.diagonal = shift;
+        return of;
+    } else {
+        return a;
+    }
+}
+
+// What a tile or a work carries with it of its entry's lengths.
+template <class Config, bool = Config::kLengths>
+struct OwnLimits {
+    EntryLimits<Config> limits;
+
+    __device__ __forceinline__ void carry(const EntryLimits<Config>& own) { limits = own; }
+};
+template <class Config>
+struct OwnLimits<Config, false> {
+    __device__ __forceinline__ void carry(const AttentionArguments<Config>&) {}
+};
+
+template <class Config>
+__device__ __forceinline__ const AttentionLimits<Config>& limits_of(const AttentionArguments<Config>& a,
+                                                                    const OwnLimits<Config>& own) {
+    if constexpr (Config::kLengths)
+        return own.limits;
+    else
+        return a;
+}
 
 // The rows of a tensor at which an entry's queries and keys begin, and up to which results are written.
-#if PACKED
-__device__ __forceinline__ int q_start(const Limits& limits) { return limits.q_start; }
-__device__ __forceinline__ int kv_start(const Limits& limits) { return limits.kv_start; }
-__device__ __forceinline__ int q_written(const Arguments&, const Limits& limits) { return limits.sq; }
-__device__ __forceinline__ int kv_written(const Arguments&, const Limits& limits) { return limits.skv; }
-#else
-template <class Of>
-__device__ __forceinline__ int q_start(const Of&) {
+template <class Limits>
+__device__ __forceinline__ int q_start(const Limits& limits) {
+    if constexpr (Limits::Config::kPacked) return limits.q_start;
     return 0;
 }
-template <class Of>
-__device__ __forceinline__ int kv_start(const Of&) {
+template <class Limits>
+__device__ __forceinline__ int kv_start(const Limits& limits) {
+    if constexpr (Limits::Config::kPacked) return limits.kv_start;
     return 0;
 }
-template <class Of>
-__device__ __forceinline__ int q_written(const Arguments& a, const Of&) {
-    return a.sq;
+template <class Limits>
+__device__ __forceinline__ int q_written(const CommonArguments& a, const Limits& limits) {
+    return Limits::Config::kPacked ? limits.sq : a.sq;
 }
-template <class Of>
-__device__ __forceinline__ int kv_written(const Arguments& a, const Of&) {
-    return a.skv;
+template <class Limits>
+__device__ __forceinline__ int kv_written(const CommonArguments& a, const Limits& limits) {
+    return Limits::Config::kPacked ? limits.skv : a.skv;
 }
-#endif
 
 // What a weight's exponent has of a score, which `add_bias` of attention_bias.cuh has multiplied where there is a bias.
-__device__ __forceinline__ float factor(const Arguments& a) { return BIAS ? 1.0f : a.c; }
+template <class Config>
+__device__ __forceinline__ float factor(const AttentionArguments<Config>& a) {
+    return Config::kBias ? 1.0f : a.c;
+}
 
 // A head's [sequence, d] matrix: 64 values of d from `x`, and as many rows as the map's box, from `row`. Of packed entries
 // it brings rows of the next one, too: `clear_rows`.
+template <class Config>
 __device__ __forceinline__ void load_chunk(unsigned destination, const CUtensorMap* map, unsigned full, int x, int row,
                                            int head, int batch) {
-    tma_load_5d(destination, map, full, x, row, head, PACKED ? 0 : batch, 0);
+    tma_load_5d(destination, map, full, x, row, head, Config::kPacked ? 0 : batch, 0);
 }
-
-#if PACKED
 
 // Rows of a tile from `from` on, up to `count`, become zeros, because 0 times the next entry's NaN or infinity is NaN. By
 // one warpgroup, before it reads them; if another one reads them, it does the same.
@@ -164,8 +217,6 @@ __device__ __forceinline__ void clear_rows(unsigned char* tile, int chunk_bytes,
     fence_proxy_async();
     barrier_sync<128>(1 + warpgroup);
 }
-
-#endif
 
 // Descriptors. A row is 128 bytes, so 16 values of d are 2 units of 16 bytes, and 16 rows are 128 units.
 __device__ __forceinline__ unsigned long long along_d(unsigned tile, int chunk_bytes, int step) {
@@ -192,7 +243,7 @@ __device__ __forceinline__ void pack_operand(unsigned (&a)[4], const float (&d)[
 
 // out[row of this lane and the one 8 below, columns] = round(acc * scale), of accumulators 4 t + 2 r + e. Four lanes
 // trade, so that each stores 16 bytes of a row instead of 4. `rows`, `channels`: how many there are from here on.
-template <int kCount>
+template <class T, int kCount>
 __device__ __forceinline__ void store_rows(const float (&acc)[kCount], float low_scale, float high_scale,
                                            unsigned short* out, long long stride, int rows, int channels) {
 #pragma unroll
@@ -203,8 +254,8 @@ __device__ __forceinline__ void store_rows(const float (&acc)[kCount], float low
             unsigned words[4];
 #pragma unroll
             for (int i = 0; i < 4; i++)
-                words[i] = pack_pair<FORMAT>(__fmul_rn(acc[4 * (t + i) + 2 * r], scale),
-                                             __fmul_rn(acc[4 * (t + i) + 2 * r + 1], scale));
+                words[i] = pack_pair<T>(__fmul_rn(acc[4 * (t + i) + 2 * r], scale),
+                                        __fmul_rn(acc[4 * (t + i) + 2 * r + 1], scale));
             transpose_lanes<1>(words[0], words[1], words[2], words[3]);
             const int column = 8 * (t + threadIdx.x % 4);
             if (8 * r < rows && column < channels)
@@ -215,12 +266,19 @@ __device__ __forceinline__ void store_rows(const float (&acc)[kCount], float low
 }
 
 // A query sees keys from this one, which may be negative, ...
-__device__ __forceinline__ int key_from(const Limits& a, int query) { return query + a.lower; }
+template <class Limits>
+__device__ __forceinline__ int key_from(const Limits& a, int query) {
+    return query + a.lower;
+}
 
 // ... up to this one, not included.
-__device__ __forceinline__ int key_limit(const Limits& a, int query) { return min(a.skv, query + a.upper + 1); }
+template <class Limits>
+__device__ __forceinline__ int key_limit(const Limits& a, int query) {
+    return min(a.skv, query + a.upper + 1);
+}
 
 // Whether a query does not see a key, or there is no such key. One comparison for both limits: below `lower` wraps.
+template <class Limits>
 __device__ __forceinline__ bool unseen(const Limits& a, int query, int key) {
     const unsigned lower = static_cast<unsigned>(a.lower);
     return key >= a.skv || static_cast<unsigned>(key - query) - lower > static_cast<unsigned>(a.upper) - lower;
@@ -234,25 +292,27 @@ struct Range {
 };
 
 // Key blocks that the block of queries from `first` on visits.
+template <class Limits>
 __device__ __forceinline__ Range visited(const Limits& a, int first) {
-    if (LENGTHS && first >= a.sq) return {0, 0};
+    if (Limits::Config::kLengths && first >= a.sq) return {0, 0};
     const int from = max(key_from(a, first), 0), limit = key_limit(a, min(first + kTileRows, a.sq) - 1);
     return {from / kTileRows, from < limit ? (limit + kTileRows - 1) / kTileRows : 0};
 }
 
 // Queries whose blocks visit the block of keys from `first` on.
+template <class Limits>
 __device__ __forceinline__ Range visitors(const Limits& a, int first) {
-    if (LENGTHS && first >= a.skv) return {0, 0};
+    if (Limits::Config::kLengths && first >= a.skv) return {0, 0};
     const int from = first - a.upper, limit = min(first + kTileRows, a.skv) - a.lower;
     return {from >= a.sq ? a.sq : max(from, 0) & -kTileRows, min(a.sq, (max(limit, 0) + kTileRows - 1) & -kTileRows)};
 }
 
 // The mask's entry for a pair that exists; true where it is hidden.
-__device__ __forceinline__ bool masked(const Arguments& a, const unsigned char* mask, int query, int key) {
+__device__ __forceinline__ bool masked(const CommonArguments& a, const unsigned char* mask, int query, int key) {
     return __ldg(mask + query * a.mask_i + key * a.mask_j) != 0;
 }
 
-__device__ __forceinline__ const unsigned char* head_mask(const Arguments& a, int batch, int head) {
+__device__ __forceinline__ const unsigned char* head_mask(const CommonArguments& a, int batch, int head) {
     return a.mask == nullptr ? nullptr : a.mask + batch * a.mask_b + head * a.mask_h;
 }
 
@@ -262,7 +322,7 @@ __device__ __forceinline__ float weight(float score, float c, float base) {
 }
 
 // Philox index of the 16 x 16 pairs at (tile_i, tile_j) of a head, for lane 0 of the forward's layout.
-__device__ __forceinline__ unsigned long long tile_counter(const Arguments& a, int head, int tile_i, int tile_j) {
+__device__ __forceinline__ unsigned long long tile_counter(const CommonArguments& a, int head, int tile_i, int tile_j) {
     const unsigned long long tiles_i = (a.sq + 15) / 16, tiles_j = (a.skv + 15) / 16;
     return ((head * tiles_i + tile_i) * tiles_j + tile_j) * 32;
 }

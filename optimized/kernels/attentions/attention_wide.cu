@@ -31,6 +31,16 @@
 
 using namespace twin;
 
+struct Config : AttentionDefaults {
+    using Format = FORMAT;
+    static constexpr bool kDropout = DROPOUT, kBias = BIAS, kSink = SINK, kLengths = LENGTHS, kPacked = PACKED;
+    static constexpr int kCluster = CLUSTER;
+};
+using Format = Config::Format;
+using Arguments = AttentionArguments<Config>;
+using Limits = AttentionLimits<Config>;
+
+constexpr int kCluster = Config::kCluster;
 constexpr int kConsumers = 2;     // warpgroups
 constexpr int kParts = 5;         // of keys and values, in shared memory
 constexpr int kChannels = 256;    // of a tile; those beyond d are zeros
@@ -38,21 +48,11 @@ constexpr int kRows = 64 * 128;   // bytes of 64 rows and 64 channels
 constexpr int kPart = 4 * kRows;  // of 128 keys and 128 channels, or of 64 values and all channels
 
 // Queries from `first` of a head, and the blocks of keys that they visit. Without a head (-1), there is no tile.
-struct Tile {
+struct Place {
     int first, batch, head;
     Range blocks;
-#if LENGTHS
-    Limits limits;
-#endif
 };
-
-__device__ __forceinline__ const Limits& limits_of(const Arguments& a, const Tile& tile) {
-#if LENGTHS
-    return tile.limits;
-#else
-    return a;
-#endif
-}
+struct Tile : Place, OwnLimits<Config> {};
 
 struct __align__(1024) Shared {
     unsigned char q[kConsumers][4 * kRows];
@@ -68,17 +68,15 @@ static_assert(sizeof(Shared) <= 232448, "a block has at most 227 KB of shared me
 // The tile of a rank, for this block of a cluster. Heads are taken `together` at a time, so that their keys stay in L2,
 // and of those the last queries first, which have most to do.
 __device__ __forceinline__ Tile tile_of(const Arguments& a, int rank, int block) {
-    constexpr int kQueries = CLUSTER * kTileRows;
+    constexpr int kQueries = kCluster * kTileRows;
     const int query_blocks = (a.sq + kQueries - 1) / kQueries, all_heads = a.batches * a.heads;
-    if (rank >= all_heads * query_blocks) return {0, 0, -1, {0, 0}};
+    if (rank >= all_heads * query_blocks) return {{0, 0, -1, {0, 0}}};
     const int before = rank / (a.together * query_blocks) * a.together;
     const int heads = min(a.together, all_heads - before), place = rank - before * query_blocks;
     const int head = before + place % heads, first = (query_blocks - 1 - place / heads) * kQueries;
     const Limits& limits = limits_of(a, head / a.heads);
-    Tile tile{first + kTileRows * block, head / a.heads, head % a.heads, visited(limits, first)};
-#if LENGTHS
-    tile.limits = limits;
-#endif
+    Tile tile{{first + kTileRows * block, head / a.heads, head % a.heads, visited(limits, first)}};
+    tile.carry(limits);
     return tile;
 }
 
@@ -86,7 +84,7 @@ __device__ __forceinline__ Tile tile_of(const Arguments& a, int rank, int block)
 __device__ __forceinline__ void take_tiles(Shared& shared, const Arguments& a, unsigned* ticket, int block) {
     Stage<1> tickets;
     Stage<2> tiles;
-    for (int rank = blockIdx.x / CLUSTER;; tiles.advance(), tickets.advance()) {
+    for (int rank = blockIdx.x / kCluster;; tiles.advance(), tickets.advance()) {
         const Tile tile = tile_of(a, rank, block);
         shared.tile_box[tiles.index].wait_empty(tiles.parity);
         shared.tile[tiles.index] = tile;
@@ -94,10 +92,10 @@ __device__ __forceinline__ void take_tiles(Shared& shared, const Arguments& a, u
         if (tile.head < 0) return;
         if (ticket == nullptr)
             rank = 0x7FFFFFFF;
-        else if constexpr (CLUSTER == 1)
+        else if constexpr (kCluster == 1)
             rank = gridDim.x + atomicAdd(ticket, 1);
         else
-            rank = gridDim.x / CLUSTER + take_ticket(shared.ticket_box, shared.ticket, ticket, tickets.parity, block);
+            rank = gridDim.x / kCluster + take_ticket(shared.ticket_box, shared.ticket, ticket, tickets.parity, block);
     }
 }
 
@@ -124,8 +122,8 @@ __device__ __forceinline__ void produce_queries(Shared& shared, const CUtensorMa
             shared.q_box[n].wait_empty(parity);
             mbarrier_arrive_expect_tx(full, kPart);
             for (int c = 0; c < 4; c++)
-                load_chunk(shared_address(shared.q[n]) + c * kRows, q, full, 64 * c,
-                           tile.first + 64 * n + q_start(limits_of(a, tile)), tile.head, tile.batch);
+                load_chunk<Config>(shared_address(shared.q[n]) + c * kRows, q, full, 64 * c,
+                                   tile.first + 64 * n + q_start(limits_of(a, tile)), tile.head, tile.batch);
         }
         parity ^= 1;
     });
@@ -142,12 +140,12 @@ __device__ __forceinline__ void produce_keys(Shared& shared, const CUtensorMap* 
             unsigned char* to = shared.parts[part.index];
             shared.part_box[part.index].wait_empty(part.parity);
             mbarrier_arrive_expect_tx(full, kPart);
-            if constexpr (CLUSTER > 1) {
+            if constexpr (kCluster > 1) {
                 load_for_both(to, map, full, chunks, kPart / chunks, x, row, key_head, tile.batch, block);
             } else {
                 for (int c = 0; c < chunks; c++)
-                    load_chunk(shared_address(to) + c * (kPart / chunks), map, full, x + 64 * c, row, key_head,
-                               tile.batch);
+                    load_chunk<Config>(shared_address(to) + c * (kPart / chunks), map, full, x + 64 * c, row, key_head,
+                                       tile.batch);
             }
             part.advance();
         };
@@ -170,9 +168,7 @@ struct Consumer {
 
     // Rows of a part from this one on, which are another entry's, become zeros.
     __device__ __forceinline__ void clear_from(int row) {
-#if PACKED
-        if (row < 64) clear_rows<4>(shared.parts[part.index], kRows, max(row, 0), 64, warpgroup);
-#endif
+        if (Config::kPacked && row < 64) clear_rows<4>(shared.parts[part.index], kRows, max(row, 0), 64, warpgroup);
     }
 
     // Both halves of a product: `issue(half, address of the part)`. Of the 128 rows of values there are `rows`.
@@ -200,7 +196,7 @@ struct Consumer {
     }
 
     __device__ __forceinline__ static void release(Mailbox& box) {
-        if constexpr (CLUSTER > 1)
+        if constexpr (kCluster > 1)
             empty_for_both(box);
         else
             box.arrive_empty();
@@ -213,7 +209,7 @@ struct Consumer {
         multiply(s, kTileRows, [&](int half, unsigned keys) {
 #pragma unroll
             for (int step = 0; step < 8; step++)
-                wgmma_k16<FORMAT, 0, 0>(s, along_d(q, kRows, 8 * half + step), along_d(keys, 2 * kRows, step),
+                wgmma_k16<Format, 0, 0>(s, along_d(q, kRows, 8 * half + step), along_d(keys, 2 * kRows, step),
                                         8 * half + step > 0);
         });
         warpgroup == 0 ? shared.turn.arrive_full() : shared.turn.arrive_empty();
@@ -225,7 +221,7 @@ struct Consumer {
         multiply(o, rows, [&](int half, unsigned values) {
 #pragma unroll
             for (int step = 0; step < 4; step++)
-                wgmma_k16<FORMAT, 1>(o, p[4 * half + step], along_rows(values, kRows, step), 1);
+                wgmma_k16<Format, 1>(o, p[4 * half + step], along_rows(values, kRows, step), 1);
         });
     }
 };
@@ -233,7 +229,7 @@ struct Consumer {
 __device__ __forceinline__ void consume(Shared& shared, const Arguments& a, unsigned short* out, float* m, float* inv,
                                         int warpgroup) {
     Generator generator{};
-    if constexpr (DROPOUT) generator = read_state_once(a.rng_state);
+    if constexpr (Config::kDropout) generator = read_state_once(a.rng_state);
     Consumer consumer{shared, warpgroup};
     for (Stage<2> tiles;; tiles.advance()) {
         shared.tile_box[tiles.index].wait_full(tiles.parity);
@@ -253,15 +249,13 @@ __device__ __forceinline__ void consume(Shared& shared, const Arguments& a, unsi
             if (j == tile.blocks.from) q_box.wait_full(consumer.queries.parity);
             consumer.score(s);
             if (j + 1 == tile.blocks.to) q_box.arrive_empty(), consumer.queries.advance();
-#if BIAS
             add_bias<false>(s, a, limits, tile.batch, tile.head, row, key);
-#endif
-            const bool ends = LENGTHS && warp_row + 16 > limits.sq;
+            const bool ends = Config::kLengths && warp_row + 16 > limits.sq;
             if ((j + 1) * kTileRows > key_limit(limits, warp_row) || ends) hide_after(s, limits, row, key);
             if (j * kTileRows < key_from(limits, warp_row + 15)) hide_before(s, limits, row, key);
             if (mask != nullptr && !hides_nothing(a, mask, j * kTileRows)) hide_masked(s, a, mask, row, key);
             weigh(s, rows, alpha, factor(a));
-            if constexpr (DROPOUT) {
+            if constexpr (Config::kDropout) {
                 int head = tile.batch * a.heads + tile.head;
                 asm volatile("" : "+r"(head));  // so that no counter is kept from block to block
                 drop(s, generator, tile_counter(a, head, warp_row / 16, 8 * j), a.threshold);
@@ -272,15 +266,15 @@ __device__ __forceinline__ void consume(Shared& shared, const Arguments& a, unsi
             }
             unsigned p[8][4];
 #pragma unroll
-            for (int step = 0; step < 8; step++) pack_operand<FORMAT>(p[step], s, step);
-            consumer.add_values(o, p, PACKED ? limits.skv - j * kTileRows : kTileRows);
+            for (int step = 0; step < 8; step++) pack_operand<Format>(p[step], s, step);
+            consumer.add_values(o, p, Config::kPacked ? limits.skv - j * kTileRows : kTileRows);
         }
         float last[2];
         finish(last, rows, a, m, inv, tile.batch, tile.head, row, true);
         const Limits& limits = limits_of(a, tile);
-        store_rows(o, last[0], last[1],
-                   out + tile.batch * a.out_b + tile.head * a.out_h + (row + q_start(limits)) * a.out_s, a.out_s,
-                   q_written(a, limits) - row, a.d);
+        store_rows<Format>(o, last[0], last[1],
+                           out + tile.batch * a.out_b + tile.head * a.out_h + (row + q_start(limits)) * a.out_s,
+                           a.out_s, q_written(a, limits) - row, a.d);
         shared.tile_box[tiles.index].arrive_empty();
     }
 }
@@ -293,14 +287,14 @@ extern "C" __global__ void TWIN_CLUSTER __launch_bounds__(128 * (kConsumers + 1)
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     if (threadIdx.x == 0) {
         for (Mailbox& box : shared.q_box) box.init(1, 4);
-        for (Mailbox& box : shared.part_box) box.init(1, 4 * kConsumers * CLUSTER);
+        for (Mailbox& box : shared.part_box) box.init(1, 4 * kConsumers * kCluster);
         for (Mailbox& box : shared.tile_box) box.init(1, 4 * kConsumers + 2);
         shared.turn.init(4, 4);
         shared.ticket_box.init(1, 1);
         fence_mbarrier_init();
     }
     const auto meet = [] { cluster_arrive(), cluster_wait(); };
-    if constexpr (CLUSTER > 1)
+    if constexpr (kCluster > 1)
         meet();
     else
         __syncthreads();
@@ -309,7 +303,7 @@ extern "C" __global__ void TWIN_CLUSTER __launch_bounds__(128 * (kConsumers + 1)
     const int warpgroup = __shfl_sync(0xFFFFFFFF, threadIdx.x / 128, 0);
     if (warpgroup == kConsumers) {
         setmaxnreg_dec<24>();
-        const int block = CLUSTER > 1 ? static_cast<int>(cluster_rank()) : 0;
+        const int block = kCluster > 1 ? static_cast<int>(cluster_rank()) : 0;
         if (threadIdx.x == 128 * kConsumers) take_tiles(shared, a, ticket, block);
         if (threadIdx.x == 128 * kConsumers + 32) produce_queries(shared, &q, a);
         if (threadIdx.x == 128 * kConsumers + 64) produce_keys(shared, &k, &v, a, block);
@@ -318,7 +312,7 @@ extern "C" __global__ void TWIN_CLUSTER __launch_bounds__(128 * (kConsumers + 1)
         consume(shared, a, out, m, inv, warpgroup);
     }
     // A block must not end while the other may still write into its shared memory or arrive on a barrier there.
-    if constexpr (CLUSTER > 1) meet();
+    if constexpr (kCluster > 1) meet();
 }
 
 // No ticket has been taken.

@@ -63,12 +63,6 @@ def argument_type(biased: bool, sunk: bool, lengths: bool, packed: bool = False)
     return np.dtype([(name, ARGUMENTS[name]) for name in ARGUMENTS.names or ()] + more, align=True)
 
 
-def option_macros(biased: bool, lengths: bool, sunk: bool = False, packed: bool = False) -> dict[str, int]:
-    """The macros of kernels that add a bias, have sinks, or whose entries of a batch have lengths, or are packed."""
-    given = (("BIAS", biased), ("SINK", sunk), ("LENGTHS", lengths), ("PACKED", packed))
-    return {name: 1 for name, has in given if has}
-
-
 class Entries(NamedTuple):
     """Whether entries of a batch have lengths, and lie one after the other."""
 
@@ -79,6 +73,11 @@ class Entries(NamedTuple):
     def of(options: Options) -> "Entries":
         """Those of a call."""
         return Entries(options.has_lengths, options.packed)
+
+    @property
+    def macros(self) -> dict[str, int]:
+        """The kernels' macros that say it."""
+        return {"LENGTHS": int(self.lengths), "PACKED": int(self.packed)}
 
 
 ENTRIES = (Entries(False), Entries(True), Entries(True, True))
@@ -93,7 +92,7 @@ def queries_of(d: int) -> int:
 def _kernels(
     dtype: torch.dtype, d: int, dropout: bool, biased: bool, sunk: bool, entries: Entries, cluster: int = 1
 ) -> tuple[launch.Kernel, launch.Kernel]:
-    more = option_macros(biased, entries.lengths, sunk, entries.packed)
+    more = {"BIAS": int(biased), "SINK": int(sunk), **entries.macros}
     if d == WIDE:
         file, rows = "attention_wide", 4 * BLOCK + 5 * 4 * 64  # of 64 channels: queries, the ring's five parts
         macros: dict[str, Any] = {"FORMAT": FORMATS[dtype], "CLUSTER": cluster, "DROPOUT": int(dropout), **more}
@@ -113,7 +112,7 @@ CONFIGURATIONS = [
     for cluster in ((1, 2) if case[1] == WIDE and not entries.lengths else (1,))
 ]
 
-_gaps = launch.function("attention_gaps", "attention_gaps", {"FORMAT": "BF16", "LENGTHS": 1, "PACKED": 1})
+_gaps = launch.function("attention_gaps", "attention_gaps")
 CONFIGURATIONS.append(_gaps.configuration)
 _GAP_BLOCKS = 32  # that share a gap's rows
 

@@ -50,21 +50,17 @@ def queries_of(d: int) -> int:
     return max(64, 8192 // d)
 
 
-def _apart_macro(apart: bool) -> dict[str, int]:
-    return {"HEADS_APART": 1} if apart else {}
-
-
 @functools.cache
 def _kernel(
     dtype: torch.dtype, d: int, dropout: bool, biased: bool, entries: Entries, apart: bool = False
 ) -> launch.Kernel:
-    more = attention.option_macros(biased, entries.lengths, packed=entries.packed) | _apart_macro(apart)
+    more = {"BIAS": int(biased), **entries.macros}
     queries = queries_of(d)
     if d == WIDE:
         macros: dict[str, Any] = {"FORMAT": attention.FORMATS[dtype], "N_OUT": d, "QUERIES": queries}
         macros |= {"DROPOUT": int(dropout), **more}
         return launch.function("attention_backward_wide", "attention_backward", macros, _WIDE_SHARED)
-    macros = attention.defines(dtype, d, dropout, QUERIES=queries, **more)
+    macros = attention.defines(dtype, d, dropout, QUERIES=queries, HEADS_APART=int(apart), **more)
     chunks, stages = macros["D_CHUNKS"], macros["STAGES"]
     keys, streamed = 2 * chunks * BLOCK * 128, stages * 2 * (chunks * queries * 128 + 6 * queries)
     ds, dq = 2 * queries * BLOCK * 2, (2 if d == 128 else 1) * queries * d * 4
@@ -75,7 +71,7 @@ def _kernel(
 @functools.cache
 def _end_kernel(dtype: torch.dtype, d: int, entries: Entries, name: str, apart: bool = False) -> launch.Kernel:
     sizes: dict[str, int | str] = {"FORMAT": attention.FORMATS[dtype], "N_OUT": d, "QUERIES": queries_of(d)}
-    macros = sizes | attention.option_macros(False, entries.lengths, packed=entries.packed) | _apart_macro(apart)
+    macros = sizes | entries.macros | {"HEADS_APART": int(apart)}
     return launch.function("attention_backward_ends", name, macros)
 
 

@@ -24,9 +24,10 @@ _THREADS = 256
 
 @functools.cache
 def _kernel(dtype: torch.dtype, d: int, dropout: bool, entries: Entries) -> launch.Kernel:
-    more = attention.option_macros(True, entries.lengths, packed=entries.packed)
-    macros = attention.defines(dtype, d, dropout, **more)
-    tiles = 2 * macros["D_CHUNKS"] * (BLOCK + _KEYS) * 128
+    chunks = d // 64
+    macros: dict[str, int | str] = {"FORMAT": attention.FORMATS[dtype], "D_CHUNKS": chunks, "DROPOUT": int(dropout)}
+    macros |= entries.macros
+    tiles = 2 * chunks * (BLOCK + _KEYS) * 128
     return launch.function("attention_bias", "attention_bias", macros, tiles + attention.SLACK)
 
 
