@@ -195,6 +195,7 @@ _NAMES: list[tuple[Rule, str]] = [
     (_ONE_RANK, "tp_group cp_group"),
     (_GROUP, "Linear.tp_group LayerNormLinear.tp_group LayerNormMLP.tp_group MultiheadAttention.tp_group"),
     (_GROUP, "TransformerLayer.tp_group checkpoint.tp_group Float8CurrentScalingQuantizer.amax_reduction_group"),
+    (_GROUP, "Embedding.tp_group dist_process_group"),
     (_SIZE, "tp_size"),
     (_ONE_OF_RANKS, "cp_global_ranks"),
     (_STREAM, "cp_stream"),

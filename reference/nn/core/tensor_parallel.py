@@ -8,8 +8,30 @@ import torch.distributed as dist
 
 from reference.arguments import check_arguments
 from reference.nn.core.parameters import InitMethod
+from reference.parallel.chain import shapes_on_ranks
 from reference.parallel.tensor import Shared, cut_of, part_of
 from reference.support import groups
+
+
+def check_same_on_ranks(layer: str, argument: str, x: torch.Tensor, group: str) -> None:
+    """Refuse, on all ranks of a group, tensors whose shapes differ: a collective would wait, or end the process."""
+    shapes = shapes_on_ranks(group, tuple(x.shape), x.device)
+    for rank, shape in enumerate(shapes):
+        if shape != shapes[0]:
+            raise ValueError(
+                f"{layer}: {argument} has shape {list(shapes[0])} on the group's rank 0 and {list(shape)} on rank "
+                f"{rank}; one shape on all ranks is accepted."
+            )
+
+
+def refuse_beyond_cpu(layer: str, setting: str, device: torch.device, why: str = "") -> None:
+    """Refuse a compiler, and a GPU, where ranks compute together."""
+    if torch.compiler.is_compiling():
+        raise NotImplementedError(f"{layer}: {setting} under torch.compile is not offered; eager mode is accepted.")
+    if device.type == "cuda":
+        raise NotImplementedError(
+            f"{layer}: {setting} on a GPU is not offered yet{why}; tensors on the CPU are accepted."
+        )
 
 
 class TensorParallel:
@@ -130,13 +152,7 @@ class TensorParallel:
             raise RuntimeError(
                 f"{name}: {here} and no tp_group; set_tensor_parallel_group(group) before a forward is accepted."
             )
-        if torch.compiler.is_compiling():
-            raise NotImplementedError(f"{name}: {here} under torch.compile is not offered; eager mode is accepted.")
-        if layer._parameter_device().type == "cuda":
-            raise NotImplementedError(
-                f"{name}: {here} on a GPU is not offered yet: accumulators do not travel between GPUs; a layer on the "
-                f"CPU is accepted."
-            )
+        refuse_beyond_cpu(name, here, layer._parameter_device(), ": accumulators do not travel between GPUs")
         for one in layer.roles.gemms:
             if one.shared is None:
                 continue
@@ -159,6 +175,11 @@ class TensorParallel:
                 f"{type(self).__name__}: inp has shape {list(inp.shape)} with sequence_parallel=True and "
                 f"tp_size={self.tp_size}; [sequence, ..., features] is accepted, the sequence {accepted}."
             )
+
+    def check_ranks(self, inp: torch.Tensor) -> None:
+        """Refuse inputs whose shapes differ between the ranks that share a map."""
+        if self.tp_name is not None and inp.device.type != "meta":
+            check_same_on_ranks(type(self).__name__, "inp", inp, self.tp_name)
 
     def lead(self, inp: torch.Tensor, gathers: bool, scatters: bool) -> tuple[int, ...]:
         """The dimensions before a result's features, of an input's."""

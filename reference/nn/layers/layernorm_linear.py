@@ -232,6 +232,7 @@ class LayerNormLinear(LinearBase):
             self.check_rows(inp, False)
         dtype = activation_dtype(inp)
         context = self.context(dtype, is_first_microbatch)
+        self.check_ranks(inp)
         bias = self.joined_bias()
         parameters = (self.layer_norm_weight, self.layer_norm_bias, self.joined_weight())
         tensors = (rows_of(inp), *parameters, None if self.return_bias else bias)

@@ -340,6 +340,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
         """`forward` of checked arguments."""
         dtype, fc2_bias = activation_dtype(inp), self.fc2_bias
         context = self.context(dtype, is_first_microbatch)
+        self.check_ranks(inp)
         tensors = (
             rows_of(inp),
             self.layer_norm_weight,

@@ -342,6 +342,7 @@ class Linear(LinearBase):
             self.check_rows(inp, row)
         dtype = activation_dtype(inp)
         context = self.context(dtype, is_first_microbatch)
+        self.check_ranks(inp)
         bias = self.joined_bias()
         tensors = (rows_of(inp), self.joined_weight(), None if self.return_bias else bias)
         plan = Plan(dtype, wanted(*tensors), context.key)
