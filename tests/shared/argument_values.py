@@ -167,7 +167,7 @@ REFUSED = each(
     """tp_group cp_group tensor_parallel_group cp_stream inference_params use_fp8 attention_backend
     LayerNorm.hidden_size RMSNorm.hidden_size DotProductAttention.num_attention_heads DotProductAttention.kv_channels
     DotProductAttention.num_gqa_groups max_seqlen_q max_seqlen_kv LayerNormMLP.tp_size MultiheadAttention.tp_size
-    TransformerLayer.tp_size Embedding.tp_size""",
+    TransformerLayer.tp_size Embedding.tp_size DotProductAttention.tp_size""",
     True,
 )
 # An encoder has no cross-attention, and one length.

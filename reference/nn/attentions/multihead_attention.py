@@ -31,7 +31,6 @@ from reference.nn.core.tensor_parallel import TensorParallelParts
 from reference.nn.layers.layernorm import head_norms
 from reference.nn.layers.layernorm_linear import LayerNormLinear
 from reference.nn.layers.linear import Linear
-from reference.parallel.chain import ranks_of
 
 
 class MultiheadAttention(TensorParallelParts, OfAttention, ContextGroup, DeviceDefault, torch.nn.Module):
@@ -180,9 +179,11 @@ class MultiheadAttention(TensorParallelParts, OfAttention, ContextGroup, DeviceD
             setattr(self, self._first_name, query)
             self.key_value = project(2 * kv_size, {"key": kv_size, "value": kv_size}, False)
         self.core_attention = self.same_side(DotProductAttention)(
-            self.num_attention_heads_per_partition,
+            self.num_attention_heads,
             channels,
-            num_gqa_groups=self.num_gqa_groups_per_partition,
+            num_gqa_groups=groups,
+            tp_group=tp_group,
+            tp_size=tp_size,
             attention_dropout=attention_dropout,
             qkv_format=qkv_format,
             attn_mask_type=attn_mask_type,
@@ -200,7 +201,6 @@ class MultiheadAttention(TensorParallelParts, OfAttention, ContextGroup, DeviceD
             parallel_mode=row,
             **common,
         )
-        self._place_heads()
 
     def _check_shared_heads(self, given: dict[str, Any]) -> None:
         """Refuse heads that ranks cannot share with the words of one process."""
@@ -209,7 +209,6 @@ class MultiheadAttention(TensorParallelParts, OfAttention, ContextGroup, DeviceD
         others: list[tuple[str, tuple[Any, ...], str]] = [
             ("set_parallel_mode", (True,), "True is"),
             ("qk_norm_type", (None, "L2Normalization"), "None and 'L2Normalization' are"),
-            ("softmax_type", ("vanilla", "off-by-one"), "'vanilla' and 'off-by-one' are"),
         ]
         if given["fuse_qkv_params"]:
             others.append(("qkv_weight_interleaved", (True,), "True is"))
@@ -219,19 +218,6 @@ class MultiheadAttention(TensorParallelParts, OfAttention, ContextGroup, DeviceD
                     f"MultiheadAttention: {name}={given[name]!r} with tp_size={self.tp_size} is not offered; {words} "
                     f"accepted."
                 )
-
-    def _place_heads(self) -> None:
-        """Tell attention which heads it has: for dropout's masks, and for the scales of all heads in FP8."""
-        core: Any = self.core_attention
-        if self.tp_name is not None and isinstance(core, DotProductAttention):
-            here = self.num_attention_heads_per_partition
-            core.of_heads = (here, self.num_attention_heads, here * ranks_of(self.tp_name)[0])
-            core.tp_name = self.tp_name
-
-    def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """Give the group to the layer's parts after it was made: one of `tp_size` ranks, or None."""
-        super().set_tensor_parallel_group(tp_group)
-        self._place_heads()
 
     def forward(
         self,
