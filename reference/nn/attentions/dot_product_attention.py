@@ -119,9 +119,7 @@ class DotProductAttention(OfCoreAttention, ContextGroup, FP8Attention):
         self.num_attention_heads = int(num_attention_heads)
         self.num_gqa_groups = check_groups("DotProductAttention", num_gqa_groups, self.num_attention_heads)
         self.take_tensor_group(tp_group, tp_size, sequence_parallel)
-        # This rank's, of which queries, keys and values are.
-        self.num_attention_heads_per_partition = self.divided("num_attention_heads", self.num_attention_heads, "")
-        self.num_gqa_groups_per_partition = self.divided("num_gqa_groups", self.num_gqa_groups, "")
+        self._divide_heads()
         sizes = kv_channels if isinstance(kv_channels, tuple) else (kv_channels, kv_channels)
         of_keys, of_values = map(int, sizes)
         self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v = of_keys, of_values
@@ -148,6 +146,19 @@ class DotProductAttention(OfCoreAttention, ContextGroup, FP8Attention):
         self.softmax_offset = torch.nn.Parameter(zeros) if softmax_type == "learnable" and zeros is not None else zeros
 
         self.mark_parameters()
+
+    def _divide_heads(self) -> None:
+        """Count this rank's heads, of which queries, keys and values are."""
+        self.num_attention_heads_per_partition = self.divided("num_attention_heads", self.num_attention_heads, "")
+        self.num_gqa_groups_per_partition = self.divided("num_gqa_groups", self.num_gqa_groups, "")
+
+    parallel_modes = (None,)
+
+    def divide(self, mode: str | None) -> None:
+        self._divide_heads()
+        if self.softmax_type == "off-by-one":
+            self.softmax_offset = self._zeros(self._device)
+        self.forget_precision()
 
     def partitions(self) -> dict[str, tuple[int, tuple[int, ...]]]:
         return {"softmax_offset": (0, (self.num_attention_heads_per_partition,))}

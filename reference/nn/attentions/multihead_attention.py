@@ -3,7 +3,7 @@
 Source: Transformer Engine's `pytorch/attention/multi_head_attention.py`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from operator import is_not
 from typing import Any
 
@@ -122,8 +122,10 @@ class MultiheadAttention(TensorParallelParts, OfAttention, ContextGroup, DeviceD
         self.num_attention_heads, self.num_gqa_groups, self.channels = int(num_attention_heads), groups, channels
         self.set_parallel_mode = set_parallel_mode
         self.take_tensor_group(tp_group, tp_size, sequence_parallel)
+        kept = ("qk_norm_type", "fuse_qkv_params", "qkv_weight_interleaved")
+        self._of_heads = {name: given[name] for name in kept}
         if self.tp_size > 1:
-            self._check_shared_heads(given)
+            self._check_shared_heads()
         self.hidden_size = int(hidden_size)
         self.hidden_size_per_attention_head = channels
         self.hidden_size_q, self.hidden_size_kv = channels * self.num_attention_heads, channels * groups
@@ -202,10 +204,24 @@ class MultiheadAttention(TensorParallelParts, OfAttention, ContextGroup, DeviceD
             **common,
         )
 
-    def _check_shared_heads(self, given: dict[str, Any]) -> None:
+    parallel_modes = (None,)
+
+    def parts_to_share(self, mode: str | None) -> Iterator[tuple[Any, str | None]]:
+        yield self, None
+        for name in (self._first_name, *(["key_value"] if self.attention_type == "cross" else [])):
+            yield self._modules[name], "column"
+        yield self.core_attention, None
+        yield self.proj, "row"
+
+    def divide(self, mode: str | None) -> None:
+        self.set_parallel_mode = True
+        self._check_shared_heads()
+
+    def _check_shared_heads(self) -> None:
         """Refuse heads that ranks cannot share with the words of one process."""
         self.divided("num_attention_heads", self.num_attention_heads, "")
         self.divided("num_gqa_groups", self.num_gqa_groups, "")
+        given = {"set_parallel_mode": self.set_parallel_mode, **self._of_heads}
         others: list[tuple[str, tuple[Any, ...], str]] = [
             ("set_parallel_mode", (True,), "True is"),
             ("qk_norm_type", (None, "L2Normalization"), "None and 'L2Normalization' are"),

@@ -1,6 +1,6 @@
 """Layers whose linear maps ranks share (`reference.parallel.tensor`): their group, parts of weights, checks."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -63,8 +63,13 @@ class TensorParallel:
         layer: Any = self
         self._take_group(tp_group)
         layer._take_roles()
+        self.forget_precision()
+
+    def forget_precision(self) -> None:
+        """Make quantizers anew at the next forward."""
+        layer: Any = self
         layer._precision = layer._found = None
-        layer._wide.clear()
+        layer._wide = {}
 
     def _take_group(self, tp_group: Any) -> None:
         name = type(self).__name__
@@ -102,6 +107,19 @@ class TensorParallel:
             raise NotImplementedError(
                 f"{name}: {here} in quantized_model_init is not offered; a layer that is made outside is accepted."
             )
+
+    # --- a whole layer becomes one that ranks share (`reference.parallel.styles`) ---------------------
+
+    parallel_modes: tuple[str | None, ...] = ()
+    """The modes that it can be given; None of a layer of several maps."""
+
+    def parts_to_share(self, mode: str | None) -> Iterator[tuple[Any, str | None]]:
+        """The layer, and those that it is made of, with the mode of each."""
+        yield self, mode
+
+    def divide(self, mode: str | None) -> None:
+        """Take the sizes of this rank's part, as the constructor does with a group; parameters are cut later."""
+        raise NotImplementedError
 
     # --- weights -------------------------------------------------------------------------------------
 

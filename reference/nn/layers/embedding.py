@@ -128,6 +128,11 @@ class Embedding(TensorParallel, DeviceDefault, torch.nn.Embedding):
         if self.padding_idx is not None and first <= self.padding_idx < first + rows:
             self.weight[self.padding_idx - first].fill_(0)
 
+    parallel_modes = ("row",)
+
+    def divide(self, mode: str | None) -> None:
+        self.divided("num_embeddings", self.num_embeddings, "")
+
     def partitions(self) -> dict[str, tuple[int, tuple[int, ...]]]:
         return {"weight": (0, (self.num_embeddings // self.tp_size,))}
 

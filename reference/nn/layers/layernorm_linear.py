@@ -148,6 +148,8 @@ class LayerNormLinear(LinearBase):
     layer_norm_weight: torch.nn.Parameter
     layer_norm_bias: torch.nn.Parameter | None
 
+    parallel_modes = ("column",)
+
     def __init__(
         self,
         in_features: int,

@@ -138,6 +138,12 @@ class LinearBase(TransformerEngineBaseModule):
         what = "a size of parameters_split" if len(parts) > 1 else "out_features"
         return {name: self.divided(what, size, mode) for name, size in parts.items()}
 
+    def divide(self, mode: str | None) -> None:
+        self.parallel_mode = mode
+        self.part_rows = tuple(self._share(dict(zip(self.weight_names, self.part_rows, strict=True))).values())
+        self._take_roles()
+        self.forget_precision()
+
     def partitions(self) -> dict[str, tuple[int, tuple[int, ...]]]:
         if self.parallel_mode == "row":
             return dict.fromkeys(self.weight_names, (1, (self.in_features,)))
@@ -274,6 +280,8 @@ class Linear(LinearBase):
 
     Source: Transformer Engine's `pytorch/module/linear.py`.
     """
+
+    parallel_modes = ("column", "row")
 
     def __init__(
         self,
