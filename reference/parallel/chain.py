@@ -49,6 +49,12 @@ def ranks_of(group: str) -> tuple[int, int]:
     return dist.get_rank(found), dist.get_world_size(found)
 
 
+def shapes_on_ranks(group: str, shape: tuple[int, ...], device: torch.device) -> list[tuple[int, ...]]:
+    """The shapes that ranks have of a tensor, in their order; at most seven dimensions."""
+    own = torch.tensor([len(shape), *shape, *[0] * (7 - len(shape))], dtype=torch.int64, device=device)
+    return [tuple(one[1 : 1 + one[0]]) for one in gathered_rows(group, own[None]).tolist()]
+
+
 def passed_on(
     group: str,
     shape: tuple[int, int],

@@ -96,8 +96,7 @@ class GradientOrder:
             ValueError: count is no multiple of the groups, or a parameter has a gradient before the step.
             TypeError: a parameter has another dtype than those in `DTYPES`.
             RuntimeError: a step is open in this thread; the last backward ran without `tree_hook`; or, without
-                find_unused_parameters, a parameter has no gradient on this rank. Ranks on which it has one then wait
-                for this rank until their group's timeout.
+                find_unused_parameters, a parameter has no gradient on some rank: on all ranks.
         """
         share = self.share(count)
         parameters: list[torch.Tensor] = [p for p in model.parameters() if p.requires_grad]
@@ -185,12 +184,21 @@ class GradientOrder:
                 flags = torch.tensor(used, dtype=torch.int32, device=parameters[0].device)
                 dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.process_group)
                 used = [flag > 0 for flag in flags.tolist()]
-            elif not all(used):
-                raise RuntimeError(
-                    f"GradientOrder: parameter {used.index(False)} of the model (of those that train) has no gradient "
-                    f"on rank {self.rank}; find_unused_parameters=True is accepted."
-                )
+            else:
+                self._refuse_unused(used, parameters[0].device)
         return [p for p, one in zip(parameters, used, strict=True) if one]
+
+    def _refuse_unused(self, used: list[bool], device: torch.device) -> None:
+        """Refuse, on every rank, a parameter without a gradient on any: the others would wait for this one."""
+        first = len(used) if all(used) else used.index(False)
+        found = torch.tensor([(len(used) - first) * self.ranks + self.rank], device=device)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.process_group)
+        left, rank = divmod(int(found), self.ranks)
+        if left:
+            raise RuntimeError(
+                f"GradientOrder: parameter {len(used) - left} of the model (of those that train) has no gradient on "
+                f"rank {rank}; find_unused_parameters=True is accepted."
+            )
 
     # --- sums over ranks -----------------------------------------------------------------------------------
 

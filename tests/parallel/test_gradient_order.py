@@ -92,6 +92,19 @@ def empty_bucket(order: GradientOrder) -> list[dict[str, torch.Tensor]]:
     return [words(model)]
 
 
+def refused(rank: int) -> None:
+    """A parameter without a gradient on rank 1 is an error on every rank, at once."""
+    model, order = torch.nn.ParameterList([torch.ones(2), torch.ones(3)]), GradientOrder(GROUPS)
+    sentence = "parameter 1 of the model .* has no gradient on rank 1; find_unused_parameters=True is accepted"
+
+    def step() -> None:
+        for _ in order.microbatches(model, GROUPS):
+            (model[0] if rank == 1 else torch.cat(list(model))).sum().backward()
+
+    with pytest.raises(RuntimeError, match=sentence):
+        step()
+
+
 def worker(rank: int, world: int, port: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world, timeout=LIMIT)
     failed, found = {}, {}
@@ -113,6 +126,10 @@ def worker(rank: int, world: int, port: int, folder: str) -> None:
     order = GradientOrder(world)  # a group a rank: its own dtype travels
     found["a group a rank", BF16] = list(steps(Model(BF16, False), order, BF16, False))
     found["an empty bucket", BF16] = empty_bucket(GradientOrder(2 * world - 1))  # of which some ranks have two sums
+    try:
+        refused(rank)
+    except BaseException:  # pytest.fail's, too
+        failed["refused"] = traceback.format_exc()
     torch.save((failed, found), Path(folder) / f"{rank}.pt")
     dist.destroy_process_group()
 

@@ -167,7 +167,7 @@ REFUSED = each(
     """tp_group cp_group tensor_parallel_group cp_stream inference_params use_fp8 attention_backend
     LayerNorm.hidden_size RMSNorm.hidden_size DotProductAttention.num_attention_heads DotProductAttention.kv_channels
     DotProductAttention.num_gqa_groups max_seqlen_q max_seqlen_kv LayerNormMLP.tp_size MultiheadAttention.tp_size
-    TransformerLayer.tp_size""",
+    TransformerLayer.tp_size Embedding.tp_size DotProductAttention.tp_size""",
     True,
 )
 # An encoder has no cross-attention, and one length.
@@ -185,7 +185,7 @@ WITHOUT_EFFECT = {
         """parallel_mode set_parallel_mode cp_comm_type cp_global_ranks Linear.sequence_parallel
         LayerNormLinear.sequence_parallel LayerNormMLP.sequence_parallel DotProductAttention.sequence_parallel
         MultiheadAttention.sequence_parallel TransformerLayer.sequence_parallel ops.BasicLinear.sequence_parallel
-        ops.Linear.sequence_parallel""",
+        ops.Linear.sequence_parallel Embedding.sequence_parallel""",
         "parallelism over one rank is none; of several: tests/nn/core/test_tensor_parallel.py",
     ),
     **{f"TransformerLayer.ub_{name}": "acts with ub_tp_comm_overlap alone, which is refused" for name in

@@ -214,7 +214,6 @@ OFFERED = set(_OFFERED.split())
 NOT_HERE = {
     *(("TransformerLayer.__init__", f"ub_{name}") for name in ("overlap_ag", "overlap_rs", "overlap_rs_dgrad")),
     *(("TransformerLayer.__init__", f"ub_{name}") for name in ("bulk_dgrad", "bulk_wgrad")),
-    ("DotProductAttention.__init__", "tp_size"),
 }
 
 NOT_HERE_NAMES = {name for _, name in NOT_HERE}

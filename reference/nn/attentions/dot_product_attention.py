@@ -41,7 +41,9 @@ from reference.nn.core.checks import (
 from reference.nn.core.context import BlockContext
 from reference.nn.core.dropout import Generator
 from reference.nn.core.one_rank import ContextGroup
+from reference.nn.core.tensor_parallel import refuse_beyond_cpu
 from reference.ops.attentions.attention_bias import default_slopes
+from reference.parallel.chain import ranks_of
 from reference.recipes.quantized import as_dtype
 from reference.support.notice import say_once
 
@@ -50,7 +52,7 @@ class DotProductAttention(OfCoreAttention, ContextGroup, FP8Attention):
     """softmax(q·kᵀ)·v with Transformer Engine's arguments.
 
     Args:
-        num_attention_heads: heads of the queries.
+        num_attention_heads: heads of the queries, of all ranks.
         kv_channels: size of a head; a multiple of 8, at most 256. Or a pair of them, of queries and keys and of values,
             as multi-head latent attention has.
         num_gqa_groups: heads of keys and values, a divisor of num_attention_heads; None is num_attention_heads.
@@ -71,7 +73,11 @@ class DotProductAttention(OfCoreAttention, ContextGroup, FP8Attention):
             `[h]` in the output's dtype, without gradient: see `reference.nn.attentions.exact_attention.max_logit`. It
             costs a reduction of `[b, h, sq]` numbers.
         get_rng_state_tracker: dropout draws inside `tracker().fork()`; without dropout nothing does.
-        tp_*, cp_*, sequence_parallel: as in `Linear`. softcap and the rest: only "off" is offered.
+        tp_group, tp_size: whose ranks have some of the heads each, as a column-parallel projection gives them: the
+            r-th part of num_attention_heads and of num_gqa_groups; biases, slopes and sinks are of these. Nothing is
+            sent; the group says which heads drop what, and which ranks share a scale. On CPUs alone.
+        sequence_parallel: without effect: heads have all tokens.
+        cp_*: of one rank. softcap and the rest: only "off" is offered.
         device: of the random state; None is the package's own.
         attention_backend: "exact" gives the bits of `reference.ops.attentions.attention` on every device. "cudnn" is
             PyTorch's SDPA on its cuDNN backend, on CUDA, in bf16 or fp16, without a mask or causal with as many keys as
@@ -112,6 +118,8 @@ class DotProductAttention(OfCoreAttention, ContextGroup, FP8Attention):
         super().__init__()
         self.num_attention_heads = int(num_attention_heads)
         self.num_gqa_groups = check_groups("DotProductAttention", num_gqa_groups, self.num_attention_heads)
+        self.take_tensor_group(tp_group, tp_size, sequence_parallel)
+        self._divide_heads()
         sizes = kv_channels if isinstance(kv_channels, tuple) else (kv_channels, kv_channels)
         of_keys, of_values = map(int, sizes)
         self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v = of_keys, of_values
@@ -121,7 +129,6 @@ class DotProductAttention(OfCoreAttention, ContextGroup, FP8Attention):
         self.attn_mask_type = attn_mask_type
         self.window_size = window_of("DotProductAttention", MASK_NAMES, attn_mask_type, window_size)
         self.attention_type = attention_type
-        self.num_gqa_groups_per_partition = self.num_gqa_groups
         self.layer_number = 1 if layer_number is None else int(layer_number)
         usual = of_keys**-0.5
         self.softmax_scale = usual if softmax_scale is None else float(softmax_scale)
@@ -138,12 +145,35 @@ class DotProductAttention(OfCoreAttention, ContextGroup, FP8Attention):
         zeros = None if softmax_type == "vanilla" else self._zeros(device)
         self.softmax_offset = torch.nn.Parameter(zeros) if softmax_type == "learnable" and zeros is not None else zeros
 
-    of_heads: tuple[int, int, int] | None = None
-    """Where ranks have some of the heads: how many are here, how many there are, which is the first here."""
+        self.mark_parameters()
+
+    def _divide_heads(self) -> None:
+        """Count this rank's heads, of which queries, keys and values are."""
+        self.num_attention_heads_per_partition = self.divided("num_attention_heads", self.num_attention_heads, "")
+        self.num_gqa_groups_per_partition = self.divided("num_gqa_groups", self.num_gqa_groups, "")
+
+    parallel_modes = (None,)
+
+    def divide(self, mode: str | None) -> None:
+        self._divide_heads()
+        if self.softmax_type == "off-by-one":
+            self.softmax_offset = self._zeros(self._device)
+        self.forget_precision()
+
+    def partitions(self) -> dict[str, tuple[int, tuple[int, ...]]]:
+        return {"softmax_offset": (0, (self.num_attention_heads_per_partition,))}
+
+    @property
+    def of_heads(self) -> tuple[int, int, int] | None:
+        """Where ranks have some of the heads: how many are here, how many there are, which is the first here."""
+        if self.tp_name is None:
+            return None
+        here = self.num_attention_heads_per_partition
+        return here, self.num_attention_heads, here * ranks_of(self.tp_name)[0]
 
     def _zeros(self, device: torch.device) -> torch.Tensor:
         with torch.inference_mode(False):
-            return torch.zeros(self.num_attention_heads, dtype=torch.float32, device=device)
+            return torch.zeros(self.num_attention_heads_per_partition, dtype=torch.float32, device=device)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Follow the module's device with the sinks of "off-by-one", which are no parameter; they stay fp32."""
@@ -252,6 +282,8 @@ class DotProductAttention(OfCoreAttention, ContextGroup, FP8Attention):
         check_mask_type("DotProductAttention", "attn_mask_type", mask_type)
         core = self.core_plan(mask_type, window_size)
         options.check_cache("DotProductAttention", layout)
+        if self.tp_size > 1:
+            self.check_heads_of_rank(query_layer)
         given: Any = (query_layer, key_layer, value_layer)
         if qkv_layer is not None or kv_layer is not None or qkv_interleave_dim != _DEFAULTS["qkv_interleave_dim"]:
             packed_by = (qkv_layer, kv_layer, qkv_interleave_dim)
@@ -288,7 +320,7 @@ class DotProductAttention(OfCoreAttention, ContextGroup, FP8Attention):
         tensors = given if call.added is None else (*given, call.added)
         recomputes = checkpoint_core_attention and fp8 is None and not torch.compiler.is_compiling()
         settings: Any = (recomputes, self.return_max_logit, None if fp8 is None else fp8.key, cached, call.longest)
-        plan = Plan(wanted(*tensors), call.core, layout, self.num_attention_heads, *settings)
+        plan = Plan(wanted(*tensors), call.core, layout, self.num_attention_heads_per_partition, *settings)
         context = BlockContext(() if fp8 is None else (fp8,), (self.random_state(x, call.core),), call.reads)
         results = differentiable(forward, backward, plan, context, *tensors)
         if not self.return_max_logit:
@@ -325,10 +357,20 @@ class DotProductAttention(OfCoreAttention, ContextGroup, FP8Attention):
     def _shape(self, given: Any, layout: str, lengths: Lengths) -> tuple[int, int, int, int]:
         """[b, h, sq, skv] of queries and keys in a layout."""
         if layout == "thd":
-            return lengths.q.shape[0] - 1, self.num_attention_heads, lengths.max_q, lengths.max_kv
+            return lengths.q.shape[0] - 1, self.num_attention_heads_per_partition, lengths.max_q, lengths.max_kv
         batch, sequence = (1, 0) if layout == "sbhd" else (0, 1)
         q, k, _ = given
-        return q.shape[batch], self.num_attention_heads, q.shape[sequence], k.shape[sequence]
+        return q.shape[batch], self.num_attention_heads_per_partition, q.shape[sequence], k.shape[sequence]
+
+    def check_heads_of_rank(self, x: Any) -> None:
+        """Refuse a forward of some of the heads where nobody says which, or whose dropout cannot be placed."""
+        if self.tp_name is None:
+            raise RuntimeError(
+                f"DotProductAttention: tp_size={self.tp_size} and no tp_group; set_tensor_parallel_group(group) before "
+                f"a forward is accepted."
+            )
+        if isinstance(x, torch.Tensor):
+            refuse_beyond_cpu("DotProductAttention", f"tp_size={self.tp_size}", x.device)
 
     def sinks(self, device: torch.device) -> torch.Tensor | None:
         """The sinks, fp32 `[h]`; None with the usual softmax."""
@@ -345,6 +387,9 @@ class DotProductAttention(OfCoreAttention, ContextGroup, FP8Attention):
             return bias.slopes
         if self._default_slopes is None or self._default_slopes.device != device:
             slopes = default_slopes(self.num_attention_heads).to(device)
+            if self.of_heads is not None:
+                here, _, first = self.of_heads
+                slopes = slopes[first : first + here].contiguous()
             if torch.compiler.is_compiling():  # memory of the graph, and another attribute would mean another graph
                 return slopes
             self._default_slopes = slopes
@@ -360,8 +405,9 @@ class DotProductAttention(OfCoreAttention, ContextGroup, FP8Attention):
         """The newly seeded state from which `twin::attention` drops in this forward; None where it drops nothing."""
         if core.p == 0 or core.backend == "cudnn":
             return None
-        if self.of_heads is not None:
-            self.generator.at(*self.of_heads)
+        of_heads = self.of_heads
+        if of_heads is not None:
+            self.generator.at(*of_heads)
         self.generator.draw(inp.device)
         return self.generator.take()
 

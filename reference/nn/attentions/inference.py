@@ -242,9 +242,10 @@ class InferenceParams(OfCache, DeviceDefault):
             )
         ours = (self.num_heads_kv, self.head_dim_k, self.head_dim_v)
         heads = (core.hidden_size_per_attention_head_k, core.hidden_size_per_attention_head_v)
-        if ours != (core.num_gqa_groups, *heads):
+        groups = core.num_gqa_groups_per_partition
+        if ours != (groups, *heads):
             raise ValueError(
-                f"{layer}: num_gqa_groups={core.num_gqa_groups} and heads of {heads[0]} (keys) and {heads[1]} (values) "
+                f"{layer}: num_gqa_groups={groups} and heads of {heads[0]} (keys) and {heads[1]} (values) "
                 f"channels, and inference_params has num_heads_kv, head_dim_k and head_dim_v {ours}; equal ones are "
                 f"accepted."
             )

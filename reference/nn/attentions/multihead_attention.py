@@ -3,7 +3,7 @@
 Source: Transformer Engine's `pytorch/attention/multi_head_attention.py`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from operator import is_not
 from typing import Any
 
@@ -31,7 +31,6 @@ from reference.nn.core.tensor_parallel import TensorParallelParts
 from reference.nn.layers.layernorm import head_norms
 from reference.nn.layers.layernorm_linear import LayerNormLinear
 from reference.nn.layers.linear import Linear
-from reference.parallel.chain import ranks_of
 
 
 class MultiheadAttention(TensorParallelParts, OfAttention, ContextGroup, DeviceDefault, torch.nn.Module):
@@ -123,8 +122,10 @@ class MultiheadAttention(TensorParallelParts, OfAttention, ContextGroup, DeviceD
         self.num_attention_heads, self.num_gqa_groups, self.channels = int(num_attention_heads), groups, channels
         self.set_parallel_mode = set_parallel_mode
         self.take_tensor_group(tp_group, tp_size, sequence_parallel)
+        kept = ("qk_norm_type", "fuse_qkv_params", "qkv_weight_interleaved")
+        self._of_heads = {name: given[name] for name in kept}
         if self.tp_size > 1:
-            self._check_shared_heads(given)
+            self._check_shared_heads()
         self.hidden_size = int(hidden_size)
         self.hidden_size_per_attention_head = channels
         self.hidden_size_q, self.hidden_size_kv = channels * self.num_attention_heads, channels * groups
@@ -180,9 +181,11 @@ class MultiheadAttention(TensorParallelParts, OfAttention, ContextGroup, DeviceD
             setattr(self, self._first_name, query)
             self.key_value = project(2 * kv_size, {"key": kv_size, "value": kv_size}, False)
         self.core_attention = self.same_side(DotProductAttention)(
-            self.num_attention_heads_per_partition,
+            self.num_attention_heads,
             channels,
-            num_gqa_groups=self.num_gqa_groups_per_partition,
+            num_gqa_groups=groups,
+            tp_group=tp_group,
+            tp_size=tp_size,
             attention_dropout=attention_dropout,
             qkv_format=qkv_format,
             attn_mask_type=attn_mask_type,
@@ -200,16 +203,28 @@ class MultiheadAttention(TensorParallelParts, OfAttention, ContextGroup, DeviceD
             parallel_mode=row,
             **common,
         )
-        self._place_heads()
 
-    def _check_shared_heads(self, given: dict[str, Any]) -> None:
+    parallel_modes = (None,)
+
+    def parts_to_share(self, mode: str | None) -> Iterator[tuple[Any, str | None]]:
+        yield self, None
+        for name in (self._first_name, *(["key_value"] if self.attention_type == "cross" else [])):
+            yield self._modules[name], "column"
+        yield self.core_attention, None
+        yield self.proj, "row"
+
+    def divide(self, mode: str | None) -> None:
+        self.set_parallel_mode = True
+        self._check_shared_heads()
+
+    def _check_shared_heads(self) -> None:
         """Refuse heads that ranks cannot share with the words of one process."""
         self.divided("num_attention_heads", self.num_attention_heads, "")
         self.divided("num_gqa_groups", self.num_gqa_groups, "")
+        given = {"set_parallel_mode": self.set_parallel_mode, **self._of_heads}
         others: list[tuple[str, tuple[Any, ...], str]] = [
             ("set_parallel_mode", (True,), "True is"),
             ("qk_norm_type", (None, "L2Normalization"), "None and 'L2Normalization' are"),
-            ("softmax_type", ("vanilla", "off-by-one"), "'vanilla' and 'off-by-one' are"),
         ]
         if given["fuse_qkv_params"]:
             others.append(("qkv_weight_interleaved", (True,), "True is"))
@@ -219,19 +234,6 @@ class MultiheadAttention(TensorParallelParts, OfAttention, ContextGroup, DeviceD
                     f"MultiheadAttention: {name}={given[name]!r} with tp_size={self.tp_size} is not offered; {words} "
                     f"accepted."
                 )
-
-    def _place_heads(self) -> None:
-        """Tell attention which heads it has: for dropout's masks, and for the scales of all heads in FP8."""
-        core: Any = self.core_attention
-        if self.tp_name is not None and isinstance(core, DotProductAttention):
-            here = self.num_attention_heads_per_partition
-            core.of_heads = (here, self.num_attention_heads, here * ranks_of(self.tp_name)[0])
-            core.tp_name = self.tp_name
-
-    def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """Give the group to the layer's parts after it was made: one of `tp_size` ranks, or None."""
-        super().set_tensor_parallel_group(tp_group)
-        self._place_heads()
 
     def forward(
         self,

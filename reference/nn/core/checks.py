@@ -279,7 +279,7 @@ def check_equal_heads(of_keys: int, of_values: int) -> None:
 
 def check_qkv(core: Any, q: Any, k: Any, v: Any, sequence_first: bool) -> None:
     """Refuse queries, keys and values that are not `[s, b, h, d]` or `[b, s, h, d]`, or do not fit together."""
-    heads, groups = core.num_attention_heads, core.num_gqa_groups
+    heads, groups = core.num_attention_heads_per_partition, core.num_gqa_groups_per_partition
     channels, of_values = core.hidden_size_per_attention_head_k, core.hidden_size_per_attention_head_v
     batch = 1 if sequence_first else 0
     if (

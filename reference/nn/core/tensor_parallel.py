@@ -1,6 +1,6 @@
 """Layers whose linear maps ranks share (`reference.parallel.tensor`): their group, parts of weights, checks."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -8,8 +8,30 @@ import torch.distributed as dist
 
 from reference.arguments import check_arguments
 from reference.nn.core.parameters import InitMethod
+from reference.parallel.chain import shapes_on_ranks
 from reference.parallel.tensor import Shared, cut_of, part_of
 from reference.support import groups
+
+
+def check_same_on_ranks(layer: str, argument: str, x: torch.Tensor, group: str) -> None:
+    """Refuse, on all ranks of a group, tensors whose shapes differ: a collective would wait, or end the process."""
+    shapes = shapes_on_ranks(group, tuple(x.shape), x.device)
+    for rank, shape in enumerate(shapes):
+        if shape != shapes[0]:
+            raise ValueError(
+                f"{layer}: {argument} has shape {list(shapes[0])} on the group's rank 0 and {list(shape)} on rank "
+                f"{rank}; one shape on all ranks is accepted."
+            )
+
+
+def refuse_beyond_cpu(layer: str, setting: str, device: torch.device, why: str = "") -> None:
+    """Refuse a compiler, and a GPU, where ranks compute together."""
+    if torch.compiler.is_compiling():
+        raise NotImplementedError(f"{layer}: {setting} under torch.compile is not offered; eager mode is accepted.")
+    if device.type == "cuda":
+        raise NotImplementedError(
+            f"{layer}: {setting} on a GPU is not offered yet{why}; tensors on the CPU are accepted."
+        )
 
 
 class TensorParallel:
@@ -41,8 +63,13 @@ class TensorParallel:
         layer: Any = self
         self._take_group(tp_group)
         layer._take_roles()
+        self.forget_precision()
+
+    def forget_precision(self) -> None:
+        """Make quantizers anew at the next forward."""
+        layer: Any = self
         layer._precision = layer._found = None
-        layer._wide.clear()
+        layer._wide = {}
 
     def _take_group(self, tp_group: Any) -> None:
         name = type(self).__name__
@@ -80,6 +107,19 @@ class TensorParallel:
             raise NotImplementedError(
                 f"{name}: {here} in quantized_model_init is not offered; a layer that is made outside is accepted."
             )
+
+    # --- a whole layer becomes one that ranks share (`reference.parallel.styles`) ---------------------
+
+    parallel_modes: tuple[str | None, ...] = ()
+    """The modes that it can be given; None of a layer of several maps."""
+
+    def parts_to_share(self, mode: str | None) -> Iterator[tuple[Any, str | None]]:
+        """The layer, and those that it is made of, with the mode of each."""
+        yield self, mode
+
+    def divide(self, mode: str | None) -> None:
+        """Take the sizes of this rank's part, as the constructor does with a group; parameters are cut later."""
+        raise NotImplementedError
 
     # --- weights -------------------------------------------------------------------------------------
 
@@ -130,13 +170,7 @@ class TensorParallel:
             raise RuntimeError(
                 f"{name}: {here} and no tp_group; set_tensor_parallel_group(group) before a forward is accepted."
             )
-        if torch.compiler.is_compiling():
-            raise NotImplementedError(f"{name}: {here} under torch.compile is not offered; eager mode is accepted.")
-        if layer._parameter_device().type == "cuda":
-            raise NotImplementedError(
-                f"{name}: {here} on a GPU is not offered yet: accumulators do not travel between GPUs; a layer on the "
-                f"CPU is accepted."
-            )
+        refuse_beyond_cpu(name, here, layer._parameter_device(), ": accumulators do not travel between GPUs")
         for one in layer.roles.gemms:
             if one.shared is None:
                 continue
@@ -159,6 +193,11 @@ class TensorParallel:
                 f"{type(self).__name__}: inp has shape {list(inp.shape)} with sequence_parallel=True and "
                 f"tp_size={self.tp_size}; [sequence, ..., features] is accepted, the sequence {accepted}."
             )
+
+    def check_ranks(self, inp: torch.Tensor) -> None:
+        """Refuse inputs whose shapes differ between the ranks that share a map."""
+        if self.tp_name is not None and inp.device.type != "meta":
+            check_same_on_ranks(type(self).__name__, "inp", inp, self.tp_name)
 
     def lead(self, inp: torch.Tensor, gathers: bool, scatters: bool) -> tuple[int, ...]:
         """The dimensions before a result's features, of an input's."""

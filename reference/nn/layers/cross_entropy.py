@@ -2,7 +2,8 @@
 
 Both read logits `[..., V]` in fp32, bf16 or fp16, compute in fp32 and return fp32. For backward they keep the logits
 and two numbers of each row. The gradient is computed there, in one pass, and rounded once. So a scale of the loss acts
-before the rounding, and nothing is computed for a gradient that nobody wants.
+before the rounding, and nothing is computed for a gradient that nobody wants. Ranks may have columns of the logits each
+(`reference.parallel.vocabulary`).
 
 Arithmetic and order: `reference.ops.vocabulary.cross_entropy`.
 """
@@ -15,7 +16,10 @@ from reference.arguments import check_arguments
 from reference.nn.core.autograd import differentiable, wanted
 from reference.nn.core.checks import check_tensor
 from reference.nn.core.context import BlockContext
+from reference.nn.core.tensor_parallel import check_same_on_ranks, refuse_beyond_cpu
 from reference.ops.library import twin
+from reference.parallel.vocabulary import Shard, gradient_of_logits, losses
+from reference.support import groups
 from reference.support.nested import Tensors
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -30,10 +34,11 @@ class Loss(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Which gradients are wanted (logits, target), and the loss."""
+    """Which gradients are wanted (logits, target), the loss, and what this rank has of the classes; None is all."""
 
     needs: tuple[bool, ...]
     loss: Loss
+    shard: Shard | None = None
 
 
 class Saved(NamedTuple):
@@ -51,7 +56,10 @@ def forward(
 ) -> tuple[torch.Tensor, Saved]:
     """The loss, `[]` or `[rows]`, of logits `[rows, V]`."""
     ignored, kind, smoothing = plan.loss
-    loss, *stats = twin.cross_entropy(logits, target, ignored, smoothing)
+    if plan.shard is None:
+        loss, *stats = twin.cross_entropy(logits, target, ignored, smoothing)
+    else:
+        loss, *stats = losses(plan.shard, logits, target, ignored, smoothing)
     divisor = None
     if kind != "none":
         loss, divisor = twin.cross_entropy_mean(loss, target, ignored, kind)
@@ -60,7 +68,10 @@ def forward(
 
 def backward(plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor) -> Tensors:
     """The gradient of the logits."""
-    return twin.cross_entropy_backward(grad.contiguous(), *saved, plan.loss.ignore_index, plan.loss.smoothing), None
+    given = (grad.contiguous(), *saved, plan.loss.ignore_index, plan.loss.smoothing)
+    if plan.shard is not None:
+        return gradient_of_logits(plan.shard, *given), None
+    return twin.cross_entropy_backward(*given), None
 
 
 def check_targets(name: str, target: Any, shape: torch.Size, device: torch.device) -> torch.Tensor:
@@ -84,13 +95,18 @@ def check_loss(name: str, ignore_index: Any, reduction: Any, label_smoothing: An
     check_arguments(name, arguments)
 
 
-def _loss(name: str, logits: Any, target: Any, loss: Loss) -> torch.Tensor:
+def _loss(name: str, logits: Any, target: Any, loss: Loss, group: Any = None) -> torch.Tensor:
     check_tensor(name, "logits" if name == "cross_entropy" else "inp", logits)
     if logits.dim() == 0 or logits.shape[-1] == 0:
         raise ValueError(f"{name}: the logits have shape {list(logits.shape)}; [..., classes] is accepted.")
     target = check_targets(name, target, logits.shape[:-1], logits.device)
     rows = logits.reshape(-1, logits.shape[-1]).contiguous()
-    plan = Plan(wanted(rows, target), loss)
+    shard = None
+    if group is not None and group.size() > 1:
+        refuse_beyond_cpu(name, f"dist_process_group of {group.size()} processes", logits.device)
+        shard = Shard(groups.name_of(group), logits.shape[-1])
+        check_same_on_ranks(name, "inp", logits, shard.group)
+    plan = Plan(wanted(rows, target), loss, shard)
     out: torch.Tensor = differentiable(forward, backward, plan, BlockContext(), rows, target)
     return out.view(logits.shape[:-1]) if loss.kind == "none" else out
 
@@ -140,7 +156,8 @@ def parallel_cross_entropy(
         target: `[...]`.
         label_smoothing: as `cross_entropy`'s.
         reduce_loss: the mean over the rows that count, 0 without any, instead of a loss for each row.
-        dist_process_group: None, or a group of one process: the classes are not sharded.
+        dist_process_group: whose rank r has the r-th part of the classes, V / t of them; targets are numbers of all
+            classes, the same on all ranks. Every rank gets the whole loss. On CPUs alone. None: all classes are here.
         ignore_idx: `ignore_index`.
         is_cg_capturable: either value; it always is.
         overwrite_input: only False is offered; True would let the gradient take the logits' memory.
@@ -156,13 +173,10 @@ def parallel_cross_entropy(
         check_arguments(name, {"overwrite_input": overwrite_input})
     if _input is not None:
         raise NotImplementedError(f"{name}: _input is inp's older name and not offered; inp is accepted.")
-    if dist_process_group is not None and dist_process_group.size() > 1:
-        raise NotImplementedError(
-            f"{name}: dist_process_group of {dist_process_group.size()} processes is not offered; None and a group of "
-            f"one are accepted."
-        )
+    if dist_process_group is not None:
+        check_arguments(name, {"dist_process_group": dist_process_group})
     if type(reduce_loss) is not bool or type(is_cg_capturable) is not bool:
         check_arguments(name, {"reduce_loss": reduce_loss, "is_cg_capturable": is_cg_capturable})
     check_loss(name, ignore_idx, "none", label_smoothing)
     kind = "mean_or_zero" if reduce_loss else "none"
-    return _loss(name, inp, target, Loss(int(ignore_idx), kind, float(label_smoothing)))
+    return _loss(name, inp, target, Loss(int(ignore_idx), kind, float(label_smoothing)), dist_process_group)

@@ -3,8 +3,12 @@
 Forward copies rows. The gradient of the table is a sum in a written order (`reference.ops.vocabulary.embedding`), in
 the table's dtype. A table that is also the weight of a `Linear`, or of `fused_linear_cross_entropy`, gets both
 gradients, added by autograd.
+
+Ranks may share the table by rows (`reference.parallel.vocabulary`), as Megatron's VocabParallelEmbedding and PyTorch's
+RowwiseParallel do.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -14,16 +18,23 @@ from reference.nn.core import init
 from reference.nn.core.autograd import differentiable, wanted
 from reference.nn.core.context import BlockContext
 from reference.nn.core.parameters import DeviceDefault, InitMethod, parameter_dtype
+from reference.nn.core.tensor_parallel import TensorParallel, check_same_on_ranks, refuse_beyond_cpu
 from reference.ops.library import twin
+from reference.parallel.chain import ranks_of
+from reference.parallel.vocabulary import Shard, gradient_of_table, rows_of_table
 from reference.support.nested import Tensors
 
 
 class Plan(NamedTuple):
-    """Which gradients are wanted (weight, ids), the table's rows, and the row that gets none (-1 is none)."""
+    """Which gradients are wanted (weight, ids), the table's rows, and the row that gets none (-1 is none).
+
+    `shard`: what this rank has of the table, whose rows and padding are then those of all ranks.
+    """
 
     needs: tuple[bool, ...]
     rows: int
     padding: int
+    shard: Shard | None = None
 
 
 class Saved(NamedTuple):
@@ -34,15 +45,18 @@ class Saved(NamedTuple):
 
 def forward(plan: Plan, context: BlockContext, weight: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, Saved]:
     """Rows `[count, width]` of weight `[rows, width]`."""
-    return twin.embedding(weight, ids), Saved(ids)
+    out = twin.embedding(weight, ids) if plan.shard is None else rows_of_table(plan.shard, weight, ids)
+    return out, Saved(ids)
 
 
 def backward(plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor) -> Tensors:
     """The gradient of the table."""
+    if plan.shard is not None:
+        return gradient_of_table(plan.shard, grad.contiguous(), saved.ids, plan.padding), None
     return twin.embedding_backward(grad.contiguous(), saved.ids, plan.rows, plan.padding), None
 
 
-class Embedding(DeviceDefault, torch.nn.Embedding):
+class Embedding(TensorParallel, DeviceDefault, torch.nn.Embedding):
     """`torch.nn.Embedding` with defined bits; its arguments, and the names that layers have here.
 
     Args:
@@ -52,6 +66,9 @@ class Embedding(DeviceDefault, torch.nn.Embedding):
         device: None is the package's own.
         dtype, params_dtype: of the weight, fp32, bf16 or fp16; None is torch's default dtype.
         init_method: called with the weight; None draws normal(0, 1), torch's, by `reference.nn.core.init`.
+        tp_group, tp_size: whose ranks share the table, as in `Linear`: num_embeddings are the rows of all ranks, and
+            `weight` has this rank's. Every rank gets all numbers. On CPUs alone.
+        sequence_parallel: the first dimension of the numbers is the sequence, and a rank gets the rows of its part.
     """
 
     def __init__(
@@ -70,6 +87,9 @@ class Embedding(DeviceDefault, torch.nn.Embedding):
         *,
         params_dtype: torch.dtype | None = None,
         init_method: InitMethod | None = None,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        sequence_parallel: bool = False,
     ) -> None:
         check_arguments("Embedding", locals())
         if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
@@ -81,14 +101,19 @@ class Embedding(DeviceDefault, torch.nn.Embedding):
             raise ValueError(
                 f"Embedding: params_dtype={params_dtype} and dtype={dtype}, torch's name; one is accepted."
             )
-        shape, given = (int(num_embeddings), int(embedding_dim)), _weight
+        self.take_tensor_group(tp_group, tp_size, sequence_parallel)
+        shape, given = (self.divided("num_embeddings", int(num_embeddings), ""), int(embedding_dim)), _weight
         if _weight is None:
             weight_dtype = parameter_dtype("Embedding", params_dtype or dtype)
             _weight = torch.empty(shape, dtype=weight_dtype, device=self.resolve_device(device))
         elif tuple(_weight.shape) != shape:
             raise ValueError(f"Embedding: _weight has shape {list(_weight.shape)}; {list(shape)} is accepted.")
-        super().__init__(*shape, padding_idx, _weight=_weight, _freeze=_freeze)
+        if padding_idx is not None and padding_idx < 0:
+            padding_idx += num_embeddings
+        super().__init__(*shape, None, _weight=_weight, _freeze=_freeze)
+        self.num_embeddings, self.padding_idx = int(num_embeddings), padding_idx
         self._init_method = init_method
+        self.mark_parameters()
         if given is None and not self.weight.is_meta:
             self.reset_parameters()
 
@@ -97,21 +122,54 @@ class Embedding(DeviceDefault, torch.nn.Embedding):
         """Draw the weight anew; from the meta device, move to the default device first."""
         if self.weight.is_meta:
             self.to_empty(device=self.resolve_device(None))
-        if self._init_method is None:
-            init.normal_(self.weight, std=1.0)
-        else:
-            self._init_method(self.weight)
-        self._fill_padding_idx_with_zero()
+        self.of_part("weight", self._init_method or functools.partial(init.normal_, std=1.0))(self.weight)
+        rows = len(self.weight)
+        first = 0 if self.tp_name is None else ranks_of(self.tp_name)[0] * rows
+        if self.padding_idx is not None and first <= self.padding_idx < first + rows:
+            self.weight[self.padding_idx - first].fill_(0)
+
+    parallel_modes = ("row",)
+
+    def divide(self, mode: str | None) -> None:
+        self.divided("num_embeddings", self.num_embeddings, "")
+
+    def partitions(self) -> dict[str, tuple[int, tuple[int, ...]]]:
+        return {"weight": (0, (self.num_embeddings // self.tp_size,))}
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """Give the group after the layer was made: one of `tp_size` ranks, or None."""
+        self._take_group(tp_group)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Rows `[..., embedding_dim]`, in the weight's dtype, of numbers `[...]`, int64 or int32."""
         self._check(input)
+        shard = self._shard(input) if self.tp_size > 1 else None
         ids = input.reshape(-1).to(torch.int64)
         weight = self.weight if self.weight.is_contiguous() else self.weight.contiguous()
         padding = -1 if self.padding_idx is None else self.padding_idx
-        plan = Plan(wanted(weight, ids), self.weight.shape[0], padding)
+        plan = Plan(wanted(weight, ids), self.weight.shape[0], padding, shard)
         out: torch.Tensor = differentiable(forward, backward, plan, BlockContext(), weight, ids)
-        return out.view(*input.shape, self.weight.shape[1])
+        return out.view(*self._lead(input), self.weight.shape[1])
+
+    def _lead(self, ids: torch.Tensor) -> tuple[int, ...]:
+        """The dimensions before the result's last one."""
+        return (ids.shape[0] // self.tp_size, *ids.shape[1:]) if self.sequence_parallel else tuple(ids.shape)
+
+    def _shard(self, ids: torch.Tensor) -> Shard:
+        """This rank's part of the table; refuse what its ranks cannot do together."""
+        if self.tp_name is None:
+            raise RuntimeError(
+                f"Embedding: tp_size={self.tp_size} and no tp_group; set_tensor_parallel_group(group) before a forward "
+                f"is accepted."
+            )
+        refuse_beyond_cpu("Embedding", f"tp_size={self.tp_size}", ids.device)
+        if self.sequence_parallel and (not ids.dim() or ids.shape[0] % self.tp_size):
+            raise ValueError(
+                f"Embedding: input has shape {list(ids.shape)} with sequence_parallel=True and tp_size={self.tp_size}; "
+                f"[sequence, ...] is accepted, the sequence a multiple of {self.tp_size}."
+            )
+        check_same_on_ranks("Embedding", "input", ids, self.tp_name)
+        return Shard(self.tp_name, len(self.weight), self.sequence_parallel)
 
     def _check(self, ids: Any) -> None:
         """Refuse all but int64 and int32 numbers on the weight's device."""

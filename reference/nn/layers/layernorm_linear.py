@@ -148,6 +148,8 @@ class LayerNormLinear(LinearBase):
     layer_norm_weight: torch.nn.Parameter
     layer_norm_bias: torch.nn.Parameter | None
 
+    parallel_modes = ("column",)
+
     def __init__(
         self,
         in_features: int,
@@ -232,6 +234,7 @@ class LayerNormLinear(LinearBase):
             self.check_rows(inp, False)
         dtype = activation_dtype(inp)
         context = self.context(dtype, is_first_microbatch)
+        self.check_ranks(inp)
         bias = self.joined_bias()
         parameters = (self.layer_norm_weight, self.layer_norm_bias, self.joined_weight())
         tensors = (rows_of(inp), *parameters, None if self.return_bias else bias)

@@ -273,6 +273,15 @@ class LayerNormMLP(TransformerEngineBaseModule):
             fc1, fc2 = self.shared(False, self._fc1_parts()), self.shared(True, (self.ffn_part,))
         return Roles((linear_map("fc1", "fc1_weight", 0, fc1), linear_map("fc2", "fc2_weight", 1, fc2)))
 
+    parallel_modes = (None,)
+
+    def divide(self, mode: str | None) -> None:
+        self.set_parallel_mode = True
+        self.check_parallel_mode()
+        self.ffn_part = self.divided("ffn_hidden_size", self.ffn_hidden_size, "")
+        self._take_roles()
+        self.forget_precision()
+
     def _fc1_parts(self) -> tuple[int, ...]:
         """This rank's rows of fc1, of each half where there are two."""
         return (self.ffn_part,) * (2 if is_gated(self.activation) else 1)
@@ -340,6 +349,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
         """`forward` of checked arguments."""
         dtype, fc2_bias = activation_dtype(inp), self.fc2_bias
         context = self.context(dtype, is_first_microbatch)
+        self.check_ranks(inp)
         tensors = (
             rows_of(inp),
             self.layer_norm_weight,

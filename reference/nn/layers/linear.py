@@ -138,6 +138,12 @@ class LinearBase(TransformerEngineBaseModule):
         what = "a size of parameters_split" if len(parts) > 1 else "out_features"
         return {name: self.divided(what, size, mode) for name, size in parts.items()}
 
+    def divide(self, mode: str | None) -> None:
+        self.parallel_mode = mode
+        self.part_rows = tuple(self._share(dict(zip(self.weight_names, self.part_rows, strict=True))).values())
+        self._take_roles()
+        self.forget_precision()
+
     def partitions(self) -> dict[str, tuple[int, tuple[int, ...]]]:
         if self.parallel_mode == "row":
             return dict.fromkeys(self.weight_names, (1, (self.in_features,)))
@@ -275,6 +281,8 @@ class Linear(LinearBase):
     Source: Transformer Engine's `pytorch/module/linear.py`.
     """
 
+    parallel_modes = ("column", "row")
+
     def __init__(
         self,
         in_features: int,
@@ -342,6 +350,7 @@ class Linear(LinearBase):
             self.check_rows(inp, row)
         dtype = activation_dtype(inp)
         context = self.context(dtype, is_first_microbatch)
+        self.check_ranks(inp)
         bias = self.joined_bias()
         tensors = (rows_of(inp), self.joined_weight(), None if self.return_bias else bias)
         plan = Plan(dtype, wanted(*tensors), context.key)

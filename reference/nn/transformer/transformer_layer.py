@@ -15,7 +15,7 @@ and then (`reference.nn.core.dropout.DropPath`), in self-attention and in the ML
 end. Source: Transformer Engine's `pytorch/transformer.py`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from operator import is_not
 from typing import Any
 
@@ -35,7 +35,7 @@ from reference.nn.core.autograd import rounded_gradient
 from reference.nn.core.dropout import DropPath, Generator, bias_dropout_add
 from reference.nn.core.one_rank import ContextGroup
 from reference.nn.core.parameters import DeviceDefault, InitMethod
-from reference.nn.core.tensor_parallel import TensorParallelParts
+from reference.nn.core.tensor_parallel import TensorParallel, TensorParallelParts
 from reference.nn.layers.layernorm import LayerNorm, RMSNorm
 from reference.nn.layers.layernorm_mlp import LayerNormMLP
 from reference.nn.transformer import halves, parallel_halves
@@ -149,13 +149,8 @@ class TransformerLayer(TensorParallelParts, OfTransformerLayer, ContextGroup, De
         device = self.resolve_device(device)
         self.set_parallel_mode = set_parallel_mode
         self.take_tensor_group(tp_group, tp_size, sequence_parallel)
-        if self.sequence_parallel:
-            for one, off in (("output_layernorm", False), ("drop_path_rate", 0.0)):
-                if given[one] != off:
-                    raise NotImplementedError(
-                        f"TransformerLayer: {one}={given[one]!r} with sequence_parallel=True and "
-                        f"tp_size={self.tp_size} is not offered; {off!r} is accepted."
-                    )
+        self._with_sequence = {"output_layernorm": output_layernorm, "drop_path_rate": drop_path_rate}
+        self._check_sequence()
         self.hidden_size = int(hidden_size)
         self.hidden_dropout = float(hidden_dropout)
         self.layer_type = layer_type
@@ -215,6 +210,28 @@ class TransformerLayer(TensorParallelParts, OfTransformerLayer, ContextGroup, De
         self.drop_path = DropPath(drop_path_rate, device) if drop_path_rate > 0 else None
         self.generator = Generator(device)
         self.elements = sum(parameter.numel() for parameter in self.parameters())
+
+    def _check_sequence(self) -> None:
+        """Refuse what a rank's own tokens are not offered for."""
+        for one, off in (("output_layernorm", False), ("drop_path_rate", 0.0)):
+            given = self._with_sequence[one]
+            if self.sequence_parallel and given != off:
+                raise NotImplementedError(
+                    f"TransformerLayer: {one}={given!r} with sequence_parallel=True and tp_size={self.tp_size} is not "
+                    f"offered; {off!r} is accepted."
+                )
+
+    parallel_modes = (None,)
+
+    def parts_to_share(self, mode: str | None) -> Iterator[tuple[Any, str | None]]:
+        yield self, None
+        for part in self.children():
+            if isinstance(part, TensorParallel):
+                yield from part.parts_to_share(None)
+
+    def divide(self, mode: str | None) -> None:
+        self.set_parallel_mode = True
+        self._check_sequence()
 
     def forward(
         self,

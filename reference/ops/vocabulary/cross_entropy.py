@@ -204,18 +204,23 @@ def gradient_rows(
     smoothing: np.float32,
     grad: np.ndarray,
     stats: np.ndarray,
+    first: int,
+    classes: int,
     dx: np.ndarray,
     powers: np.ndarray,
 ) -> None:
-    """The gradient of rows x `[rows, V]` before its rounding; `grad` `[rows]`, `stats` m and 1 / S `[2, rows]`."""
-    share, keep = smoothing / np.float32(x.shape[1]), ONE - smoothing
+    """The gradient of rows x before its rounding; `grad` `[rows]`, `stats` m and 1 / S `[2, rows]`.
+
+    x `[rows, columns]` has the columns from `first` on of logits that have `classes`.
+    """
+    share, keep = smoothing / np.float32(classes), ONE - smoothing
     for row in range(x.shape[0]):
         if target[row] == ignored:
             dx[row] = ZERO
             continue
         m, inverse, g = stats[0, row], stats[1, row], grad[row]
         for c in range(x.shape[1]):
-            weight = keep + share if c == target[row] else share
+            weight = keep + share if first + c == target[row] else share
             dx[row, c] = g * (exp_scalar(x[row, c] - m, powers) * inverse - weight)
 
 
@@ -287,18 +292,37 @@ def cross_entropy_backward(
     """
     dx = backward_outputs(grad, divisor, logits, target, maximum, inverse, ignore_index, label_smoothing)
     check_targets("twin::cross_entropy_backward", target, logits.shape[1], ignore_index)
+    stats = torch.stack([maximum, inverse])
+    gradient_of_columns(dx, grad, divisor, logits, target, stats, ignore_index, label_smoothing, 0, logits.shape[1])
+    return dx
+
+
+def gradient_of_columns(
+    dx: torch.Tensor,
+    grad: torch.Tensor,
+    divisor: torch.Tensor | None,
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    stats: torch.Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    first: int,
+    classes: int,
+) -> None:
+    """Write to `dx` the gradient of `logits` `[rows, columns]`, the columns from `first` on of `classes`.
+
+    Arguments that are checked, as `cross_entropy_backward` has them; `stats` m and 1 / S `[2, rows]`.
+    """
     with np.errstate(all="ignore"):
         g = grad.numpy() if divisor is None else grad.numpy() / divisor.numpy()
     rows = np.ascontiguousarray(np.broadcast_to(g, target.shape))
-    stats = torch.stack([maximum, inverse]).numpy()
     rest = (ignore_index, np.float32(label_smoothing))
     for part in _parts(logits):
         x = _wide(logits[part])
         out = np.empty_like(x)
-        here = (rows[part], np.ascontiguousarray(stats[:, part]))
+        here = (rows[part], np.ascontiguousarray(stats[:, part].numpy()), first, classes)
         gradient_rows(x, target[part].numpy(), *rest, *here, out, elementary.powers_of_two())
         dx[part].copy_(torch.from_numpy(out))
-    return dx
 
 
 @define(mean_outputs)

@@ -372,15 +372,17 @@ def refused(group: Any, count: int, rank: int) -> dict[str, torch.Tensor]:
         (lambda: te.Linear(64, 65, tp_group=group, parallel_mode="column"), "out_features=65 with tp_size=2 and"),
         (lambda: te.LayerNormLinear(64, 64, tp_group=group, parallel_mode="row"), "parallel_mode='row' with tp_size=2"),
         (lambda: te.LayerNormMLP(64, 64, tp_group=group), "tp_size=2 with set_parallel_mode=False"),
+        (lambda: te.DotProductAttention(3, 16, tp_group=group), "num_attention_heads=3 with tp_size=2; a multiple"),
+        (lambda: te.DotProductAttention(4, 16, 1, tp_group=group), "num_gqa_groups=1 with tp_size=2; a multiple"),
+        (lambda: te.DotProductAttention(4, 16, tp_size=2)(x, x, x), "tp_size=2 and no tp_group; set_tensor_parallel"),
         (lambda: _attention(group, num_gqa_groups=1), "num_gqa_groups=1 with tp_size=2"),
         (lambda: _attention(group, qk_norm_type="RMSNorm"), "qk_norm_type='RMSNorm' with tp_size=2 is not offered"),
-        (lambda: _attention(group, softmax_type="learnable"), "softmax_type='learnable' with tp_size=2 is not"),
         (
             lambda: _attention(group, fuse_qkv_params=True, qkv_weight_interleaved=False),
             "qkv_weight_interleaved=False with tp_size=2 is not offered",
         ),
     ):
-        with pytest.raises((ValueError, NotImplementedError), match=sentence):
+        with pytest.raises((ValueError, NotImplementedError, RuntimeError), match=sentence):
             make()
     with (
         te.quantized_model_init(recipe=RECIPES["delayed"]),
@@ -399,8 +401,52 @@ def _attention(group: Any, **more: Any) -> te.MultiheadAttention:
     return te.MultiheadAttention(256, 4, tp_group=group, set_parallel_mode=True, params_dtype=BF16, **more)
 
 
-def test_what_is_refused(tmp_path: Path) -> None:
-    on_ranks(2, tmp_path, refused, {"": ()})
+def core(group: Any, count: int, rank: int, recipe: Any, more: Any, forward: Any) -> dict[str, torch.Tensor]:
+    """Attention between projections that others make, as Megatron-Core's are: each rank has some of the heads."""
+    torch.manual_seed(3)
+    given: dict[str, Any] = {"tp_group": group, "tp_size": count, "attention_dropout": 0.2, **dict(more)}
+    layer = te.DotProductAttention(8, 16, 4, **given)
+    sinks = layer.softmax_offset
+    if isinstance(sinks, torch.nn.Parameter):
+        with torch.no_grad():
+            sinks.copy_(part(numbers(8, 8).float(), 0, rank, count))
+    found: dict[str, torch.Tensor] = {}
+    for step in range(2):
+        q, k, v = (
+            part(numbers(3 * step + n, 40, 2, heads, 16), 2, rank, count).requires_grad_()
+            for n, heads in enumerate((8, 4, 4))
+        )
+        with te.autocast(enabled=recipe is not None, recipe=recipe):
+            y = layer(q, k, v, **dict(forward))
+        y.backward(part(numbers(9, 40, 2, 128), 2, rank, count))
+        found |= {f"{step}.y": y.detach(), f"{step}.dq": q.grad, f"{step}.dk": k.grad, f"{step}.dv": v.grad}  # type: ignore[dict-item]
+    if isinstance(sinks, torch.nn.Parameter):
+        found["sinks"] = sinks.grad  # type: ignore[assignment]
+    for key, meta in layer.fp8_meta.items():
+        if key.startswith("scaling"):
+            found |= {f"{key}.scale": meta.scale, f"{key}.history": meta.amax_history}
+    return found
+
+
+CORES = {
+    "dropout": (None, (), ()),
+    "sinks": (None, (("softmax_type", "learnable"), ("attn_mask_type", "no_mask")), ()),
+    "alibi": (None, (), (("core_attention_bias_type", "alibi"),)),
+    "FP8": (te.DelayedScaling(amax_history_len=2, fp8_dpa=True), (), ()),
+}
+
+
+def of_program(group: Any, count: int, rank: int, program: Any, *case: Any) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = program(group, count, rank, *case)
+    return found
+
+
+def test_attention_of_some_heads_and_what_is_refused(tmp_path: Path) -> None:
+    cases = {name: (core, *case) for name, case in CORES.items()}
+    found = on_ranks(2, tmp_path, of_program, cases | {"refused": (refused,)})
+    for name, whole in in_one(of_program, cases).items():
+        dims = {"y": 2, "dq": 2, "dk": 2, "dv": 2, "sinks": 0, "scale": None, "history": None}
+        compare(name, whole, [one[name] for one in found], lambda tensor: dims[tensor.rpartition(".")[2]])  # noqa: B023
 
 
 def test_ranks_may_share_a_map_on_a_cpu_alone() -> None:

@@ -2,7 +2,6 @@
 
 import math
 import re
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -94,12 +93,10 @@ def test_parallel_cross_entropy_is_cross_entropy() -> None:
     assert (other == 0).equal(target.clamp(min=5) == 5)
 
 
-def test_a_group_of_several_processes_is_refused() -> None:
-    logits, target = batch((2, 2), 8, BF16)
-    one, two = (types.SimpleNamespace(size=lambda n=n: n) for n in (1, 2))
-    te.parallel_cross_entropy(logits, target, dist_process_group=one)
-    with pytest.raises(NotImplementedError, match="dist_process_group of 2 processes is not offered; None and a group"):
-        te.parallel_cross_entropy(logits, target, dist_process_group=two)
+def test_a_group_is_one_of_this_process() -> None:
+    sentence = r"^parallel_cross_entropy: dist_process_group='tp'; None and a process group of which this process is a"
+    with pytest.raises(TypeError, match=sentence):
+        te.parallel_cross_entropy(*batch((2, 2), 8, BF16), dist_process_group="tp")
 
 
 def test_logits_are_never_overwritten() -> None:
