@@ -35,7 +35,7 @@ SPILLING = [
     (kernel, defines)
     for kernel, defines in ALL
     if (kernel in ("attention", "attention_backward") and (defines["DROPOUT"], defines["D_CHUNKS"]) == (1, 1))
-    or (kernel == "attention" and "LENGTHS" in defines)
+    or (kernel in ("attention", "attention_fp8") and "LENGTHS" in defines)
     or (kernel == "attention_wide" and "PACKED" in defines)
     or (kernel == "attention_backward" and ({"HEADS_APART", "LENGTHS"} <= defines.keys() or "PACKED" in defines))
 ]
