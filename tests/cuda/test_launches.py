@@ -72,7 +72,8 @@ def check_compiled(launched: Launched) -> None:
         assert defines in COMPILED[kernel], (kernel, defines)
 
 
-# By kernel: rows of a tile, bytes of a row of it. The last two arguments are the matrix's extents.
+# By kernel: rows of a tile, bytes of a row of it. The last two arguments, before three that say where packed sequences
+# lie, are the matrix's extents.
 CASTS = {"cast_transpose": (128, 256), "cat_cast_transpose": (128, 256), "activation_cast_transpose": (64, 256)}
 BYTES = (4, 2, 2)  # of an element, by the macro WIDE
 
@@ -83,14 +84,14 @@ def check_cover(launched: Launched) -> None:
     size = BYTES[int(kernel.defines.get("WIDE", 0))]
     if kernel.kernel in CASTS:
         tile_rows, row_bytes = CASTS[kernel.kernel]
-        rows, cols = map(int, args[-2:])
+        rows, cols = map(int, (args[:-3] if "PACKED" in kernel.defines else args)[-2:])
         assert grid[0] == max(1, -(-cols * size // row_bytes)), (kernel.kernel, grid, rows, cols)
         tiles = max(1, -(-rows // tile_rows))
         assert tiles <= grid[1] * grid[2] < tiles + grid[1], (kernel.kernel, grid, rows, cols)
     elif kernel.kernel.startswith("attention") and kernel.name in ("attention", "attention_backward"):
         check_attention(launched)
     elif kernel.kernel == "cast":
-        assert grid == (max(1, -(-int(args[-1]) * size // (32 * block[0]))),)
+        assert grid == (max(1, -(-int(args[5]) * size // (32 * block[0]))),)
     elif kernel.kernel == "dropout" and kernel.name != "advance":
         assert (grid[0] - 1) * 8 * block[0] < int(args[4]) <= grid[0] * 8 * block[0]
     elif kernel.kernel == "softmax":
