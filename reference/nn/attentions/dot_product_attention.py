@@ -314,7 +314,7 @@ class DotProductAttention(OfCoreAttention, ContextGroup, FP8Attention):
             cached, step = inference_params.step_of(self, MASK_TYPES[mask_type][0] != "none", core.window)
             call = cached_call_of(self, core, step, x)
         else:
-            call = call_of(self, core, mask, options, shape, x, by_torch or fp8 is not None, tokens)
+            call = call_of(self, core, mask, options, shape, x, by_torch, tokens)
         if by_torch:
             return self.attend_by_torch(call, cached, layout, checkpoint_core_attention, *given)
         tensors = given if call.added is None else (*given, call.added)

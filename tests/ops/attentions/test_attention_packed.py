@@ -120,6 +120,7 @@ def test_places_out_of_range_are_the_nearest_ones_in_kernels(device: torch.devic
 
 
 @simulated
+@pytest.mark.gpu
 @pytest.mark.slow
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(case=CASES.filter(lambda case: case.sq * case.skv * case.h * case.b < 300_000))
