@@ -9,7 +9,8 @@
 // Defines: BIAS (0 | 1, 0 where it is not defined): whether scores have a bias (attention_bias.cuh). SINK (the same):
 // whether heads have a sink. LENGTHS (the same): whether entries of the batch have lengths
 // (reference/ops/attentions/attention_lengths.py). PACKED (the same): whether they lie one after the other in tensors
-// [tokens, heads, d] (reference/ops/attentions/attention_packed.py); then LENGTHS is 1.
+// [tokens, heads, d] (reference/ops/attentions/attention_packed.py); then LENGTHS is 1. PAGED (the same): whether keys and
+// values are in pages, each of a multiple of kTileRows (reference/ops/attentions/attention_paged.py); then PACKED is 1.
 #pragma once
 
 #ifndef BIAS
@@ -23,6 +24,9 @@
 #endif
 #ifndef PACKED
 #define PACKED 0
+#endif
+#ifndef PAGED
+#define PAGED 0
 #endif
 
 #include "common/elementary.cuh"
@@ -72,6 +76,10 @@ struct Arguments {
     int q_rows, kv_rows;              // of the tensors
     const int *q_starts, *kv_starts;  // [batches]: an entry's first rows; sq and skv are the longest entries'
 #endif
+#if PAGED
+    const int* page_table;  // [batches, pages]
+    int pages, page_size;   // of an entry; keys of a page
+#endif
 };
 
 // The queries and keys that an entry of the batch has, and which of them see each other; a part of Arguments, or what
@@ -90,9 +98,9 @@ struct Limits {
 __device__ __forceinline__ Limits limits_of(const Arguments& a, int batch) {
 #if PACKED
     const int q_start = min(max(__ldg(a.q_starts + batch), 0), a.q_rows);
-    const int kv_start = min(max(__ldg(a.kv_starts + batch), 0), a.kv_rows);
+    const int kv_start = PAGED ? 0 : min(max(__ldg(a.kv_starts + batch), 0), a.kv_rows);
     const int sq = min(min(max(__ldg(a.q_lengths + batch), 0), a.sq), a.q_rows - q_start);
-    const int skv = min(min(max(__ldg(a.kv_lengths + batch), 0), a.skv), a.kv_rows - kv_start);
+    const int skv = min(min(max(__ldg(a.kv_lengths + batch), 0), a.skv), PAGED ? a.skv : a.kv_rows - kv_start);
 #else
     const int sq = a.q_lengths == nullptr ? a.sq : min(max(__ldg(a.q_lengths + batch), 0), a.sq);
     const int skv = a.kv_lengths == nullptr ? a.skv : min(max(__ldg(a.kv_lengths + batch), 0), a.skv);
@@ -138,6 +146,16 @@ __device__ __forceinline__ int kv_written(const Arguments& a, const Of&) {
     return a.skv;
 }
 #endif
+
+// The row at which an entry's key `key`, the first of a block, lies.
+template <class Of>
+__device__ __forceinline__ int key_row(const Arguments& a, const Of& limits, int batch, int key) {
+#if PAGED
+    return __ldg(a.page_table + batch * a.pages + key / a.page_size) * a.page_size + key % a.page_size;
+#else
+    return key + kv_start(limits);
+#endif
+}
 
 // What a weight's exponent has of a score, which `add_bias` of attention_bias.cuh has multiplied where there is a bias.
 __device__ __forceinline__ float factor(const Arguments& a) { return BIAS ? 1.0f : a.c; }
