@@ -161,16 +161,18 @@ def test_the_first_cast_of_the_weights_can_be_kept() -> None:
 
 def test_the_pages_program_writes_what_it_would_without_a_cache() -> None:
     page = (Path(__file__).parents[3] / "docs" / "inference.md").read_text("utf-8")
-    program = re.search(r"```python\n(.*?)```", page, re.DOTALL)
-    assert program is not None
-    found: dict[str, Any] = {}
+    programs = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert len(programs) == 2
+    found: dict[str, Any] = {"__name__": "page"}
     torch.manual_seed(3)
-    exec(program[1], found)
+    exec("\n".join(programs), found)
     prompt = torch.randint(0, 256, (5, 3))
     text = found["write"](prompt, 20)
     assert len(text) == 25
     with torch.no_grad():
-        assert torch.equal(found["logits"](text)[4:-1].argmax(-1), text[5:])
+        assert torch.equal(found["model"](text)[4:-1].argmax(-1), text[5:])
+    (done,) = found["generator"].generate([prompt[:, 0].tolist()], 20)
+    assert done.tokens == text[5:, 0].tolist()
 
 
 def test_memory_is_allocated_once() -> None:
