@@ -106,7 +106,8 @@ class Generator:
             `layer_number` of its own.
         forward: `(tokens, cache) -> logits`. tokens are int64 `[t, 1]`, or `[1, t]` where the layers are "bshd"; logits
             have another dimension V, in fp32, bf16 or fp16. The layers get `inference_params=cache`; `cache.positions`
-            are the tokens' places in their sequences. None is `model(tokens, inference_params=cache)`.
+            are the tokens' places in their sequences. None is `model(tokens, inference_params=cache)`, or for a
+            Hugging Face model that `te.convert(model, blocks=True)` has changed its own forward.
         max_batch_size: sequences that run at a time.
         max_sequence_length: of a prompt and its new tokens together.
         page_size, total_num_pages: of the cache; None is as many pages as max_batch_size sequences can fill.
@@ -142,7 +143,7 @@ class Generator:
             raise ValueError(
                 f"Generator: model has {len(cores)} layers of attention, of {len(kinds)} kinds (key heads, channels of "
                 f"keys and of values) and the mask types {sorted({c.attn_mask_type for c in cores})}; one kind and "
-                f"causal types are accepted."
+                f"causal types are accepted (Hugging Face's models get them by te.convert(model, blocks=True))."
             )
         parameter = next(model.parameters())
         heads, k, v = kinds.pop()
@@ -162,12 +163,18 @@ class Generator:
             qkv_format="thd",
             device=parameter.device,
         )
-        self._forward: Forward = forward or (lambda tokens, cache: model(tokens, inference_params=cache))
+        self._forward = forward or self._forward_of_model
         self._batch_first = cores[0].qkv_format == "bshd"
         self.waiting: deque[_Request] = deque()
         self.running: dict[int, _Request] = {}
         self._kept: dict[tuple[str, int], list[int]] = {}  # prefixes of sequences that have ended, the oldest first
         self._count = 0
+
+    def _forward_of_model(self, tokens: torch.Tensor, cache: InferenceParams) -> torch.Tensor:
+        if not hasattr(self.model, "prepare_inputs_for_generation"):  # as Hugging Face's models have it
+            return self.model(tokens, inference_params=cache)  # type: ignore[no-any-return]
+        where = {"position_ids": cache.positions[None], "use_cache": False}
+        return self.model(input_ids=tokens, inference_params=cache, **where).logits  # type: ignore[no-any-return]
 
     @property
     def busy(self) -> bool:
@@ -251,8 +258,10 @@ class Generator:
         After an error all requests wait again, with what they have.
         """
         state = autocast.current()
-        if self.model.training or (state.enabled and state.recipe.sees_other_tokens):
-            what = f"the recipe {type(state.recipe).__name__}" if not self.model.training else "model.training=True"
+        recipe: Any = getattr(vars(self.model).get("forward"), "recipe", None)  # te.convert's, where none is open
+        recipe = state.recipe if state.enabled else recipe
+        if self.model.training or (recipe is not None and recipe.sees_other_tokens):
+            what = f"the recipe {type(recipe).__name__}" if not self.model.training else "model.training=True"
             raise ValueError(
                 f"Generator: {what}, in which a token depends on others or on chance; model.eval() is accepted, with a "
                 f"recipe whose scales do not depend on a step's tokens."

@@ -57,6 +57,7 @@ class InferenceParams(OfCache, DeviceDefault):
         sequences: the length of each sequence in the batch, its new tokens included, in the order of the batch.
         batch_size: how many they are.
         pre_step_seqlens: int32 [max_batch_size], their lengths before the step, on the device.
+        kept: what a model keeps beside the cache, as angles of all positions.
         pages: `Pages`, where the cache has them; with "thd" it always has, if need be a page for each whole sequence.
 
     `pre_step` changes tensors where they lie. So a step of one token, once captured in a CUDA graph, can be replayed
@@ -90,6 +91,7 @@ class InferenceParams(OfCache, DeviceDefault):
         self.packed, self.total_num_pages, self.page_size = qkv_format == "thd", total_num_pages, page_size
         self.pages = self._pages(is_paged, total_num_pages, page_size)
         self.cache: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.kept: dict[Any, Any] = {}
         self.sequences: dict[Hashable, int] = {}
         self._starts: list[int] = []
         self._steps: list[int] = []
