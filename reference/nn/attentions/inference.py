@@ -12,8 +12,8 @@ in the same blocks, from key 0, and what is hidden from a query changes no bit o
 
 With `is_paged` keys and values are [total_num_pages, page_size, num_heads_kv, head_dim], and a sequence takes pages as
 it grows. `share` begins a sequence with another one's first tokens, in the same pages. With qkv_format="thd" the new
-tokens of a step lie one after the other, sequence by sequence, as a batch of one: [tokens, 1, hidden] in layers of
-"sbhd", [1, tokens, hidden] in those of "bshd". `reference.nn.attentions.pages` says who has
+tokens of a step lie one after the other, sequence by sequence: [tokens, hidden] in layers of "thd", a batch of one,
+[tokens, 1, hidden] and [1, tokens, hidden], in those of "sbhd" and "bshd". `reference.nn.attentions.pages` says who has
 which pages; `twin::attention_paged` reads them.
 
 Source: Transformer Engine's `pytorch/attention/inference.py`.

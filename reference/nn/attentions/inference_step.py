@@ -98,14 +98,16 @@ def attended_in_pages(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Copy k and v to their pages, and attend: out [b, heads, s, e], m and inv of `twin::attention_paged`.
 
-    q, k and v are [b, heads, s, d]. With one token of each sequence, the queries that share a head of keys become the
-    rows of one head, as in `entered`.
+    q, k and v are [b, heads, s, d], or packed, [tokens, heads, d], and so is out. With one token of each sequence, the
+    queries that share a head of keys become the rows of one head, as in `entered`.
     """
-    (b, heads, s, _), groups, causal = q.shape, k.shape[1], MASK_TYPES[core.mask_type][0] != "none"
+    heads, groups, causal = q.shape[1], k.shape[1], MASK_TYPES[core.mask_type][0] != "none"
     where: Any = (step.q_lengths, step.kv_lengths, step.q_starts)
     at: Any = step.rows
 
     def tokens(x: torch.Tensor) -> torch.Tensor:
+        if x.dim() == 3:
+            return x
         x = x.transpose(1, 2).reshape(-1, x.shape[1], x.shape[3])
         return x if step.source is None else x.index_select(0, step.source)
 
@@ -123,6 +125,9 @@ def attended_in_pages(
     if together > 1:
         out = out.view(-1, together, groups, out.shape[2]).transpose(1, 2).reshape(-1, heads, out.shape[2])
         m, inv = (x.reshape(-1, heads, 1) for x in (m, inv))
+    if q.dim() == 3:
+        return out, m, inv
+    b, _, s, _ = q.shape
     if step.source is not None:
         out = out.new_zeros(b * s, *out.shape[1:]).index_copy_(0, step.source, out)
     return out.view(b, s, heads, -1).transpose(1, 2), m, inv

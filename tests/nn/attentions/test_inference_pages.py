@@ -65,6 +65,62 @@ def test_pages_and_packed_tokens_change_no_word(name: str, in_fp8: bool, page_si
             assert_same_bits(together[one], expected)
 
 
+@pytest.mark.parametrize("observed", [False, True])
+@pytest.mark.parametrize("in_fp8", [False, True])
+def test_layers_of_thd(in_fp8: bool, observed: bool) -> None:
+    """They read packed tokens as they lie; as blocks, and by their parts where one is observed."""
+    model = Decoder()
+    thd = Decoder(attn_input_format="thd")
+    thd.load_state_dict(model.state_dict())
+    if observed:
+        thd.layers[0].self_attention.proj.register_forward_hook(lambda *_: None)
+    text = model.numbers(3, 40, 1)[:, 0]
+    cache = paged(model, 16, qkv_format="thd")
+    with torch.no_grad(), fp8(in_fp8):
+        outs: dict[str, list[torch.Tensor]] = {"a": [], "b": []}
+        for step in ({"a": 20}, {"a": 1, "b": 5}, {"b": 3, "a": 1}, {"a": 1, "b": 1}):
+            cache.pre_step(step)
+            parts = [text[cache.sequences[name] - n : cache.sequences[name]] for name, n in step.items()]
+            y = thd(torch.cat(parts), inference_params=cache)
+            for name, part in zip(step, y.split(list(step.values())), strict=True):
+                outs[name].append(part)
+        for parts in outs.values():
+            found = torch.cat(parts)
+            assert_same_bits(found, model(text[: len(found), None])[:, 0])
+
+
+def test_attention_of_thd_by_itself() -> None:
+    core = te.DotProductAttention(4, CHANNELS, num_gqa_groups=2, qkv_format="thd", attn_mask_type="causal")
+    alone = te.DotProductAttention(4, CHANNELS, num_gqa_groups=2, qkv_format="bshd")
+    q, k, v = (torch.randn(9, heads, CHANNELS).to(BF16) for heads in (4, 2, 2))
+    cache = te.InferenceParams(2, 20, 2, CHANNELS, BF16, qkv_format="thd")
+    cache.allocate_memory(1)
+    with torch.no_grad():
+        outs = []
+        for first, last in ((0, 6), (6, 7), (7, 9)):
+            cache.pre_step({"a": last - first})
+            outs.append(core(*(x[first:last] for x in (q, k, v)), inference_params=cache))
+        assert_same_bits(torch.cat(outs), alone(q[None], k[None], v[None])[0])
+        plain = te.InferenceParams(2, 20, 2, CHANNELS, BF16)
+        plain.allocate_memory(1)
+        plain.pre_step({"a": 9})
+        with pytest.raises(
+            NotImplementedError, match=r"'thd' with InferenceParams\(qkv_format='thd'\) \(pre_step gives"
+        ):
+            core(q, k, v, inference_params=plain)
+        cache.pre_step({"b": 9})
+        with pytest.raises(ValueError, match=r"query_layer is \[1, 9, 4, 16\]; a tensor \[t, h, d\] is accepted"):
+            core(q[None], k[None], v[None], inference_params=cache)
+
+
+def test_a_decoder_of_thd_is_refused() -> None:
+    layer = te.TransformerLayer(HIDDEN, 128, 4, layer_type="decoder", attn_input_format="thd", params_dtype=BF16).eval()
+    cache, x = te.InferenceParams(2, 8, 4, CHANNELS, BF16, qkv_format="thd"), torch.zeros(5, HIDDEN, dtype=BF16)
+    cache.pre_step({0: 5})
+    with torch.no_grad(), pytest.raises(NotImplementedError, match="attn_input_format='thd' in a decoder is not offer"):
+        layer(x, encoder_output=x, inference_params=cache)
+
+
 def test_packed_tokens_without_pages() -> None:
     """A page is then a whole sequence."""
     model = Decoder()
