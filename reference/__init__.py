@@ -18,6 +18,8 @@ from reference.float8.float8_blockwise_tensor import Float8BlockwiseQTensor
 from reference.float8.float8_quantizer import DType, Float8CurrentScalingQuantizer, Float8Quantizer, Quantizer
 from reference.float8.float8_tensor import Float8Tensor
 from reference.float8.quantized_tensor import QuantizedTensor
+from reference.generation.generator import Generator
+from reference.generation.sampling import Sampling
 from reference.graphs.graph import make_graphed_callables
 from reference.inspect.anomaly import detect_anomaly
 from reference.inspect.precision import PrecisionPlan, auto_precision
@@ -89,6 +91,7 @@ __all__ = [
     "Float8Quantizer",
     "Float8Tensor",
     "Format",
+    "Generator",
     "InferenceParams",
     "LayerNorm",
     "LayerNormLinear",
@@ -100,6 +103,7 @@ __all__ = [
     "Quantizer",
     "RMSNorm",
     "RotaryPositionEmbedding",
+    "Sampling",
     "TransformerLayer",
     "apply_rotary_pos_emb",
     "auto_precision",

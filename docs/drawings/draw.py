@@ -289,6 +289,7 @@ DRAWINGS = {
     "cast": cast,
     "compile": machinery.compile_,
     "gemm": gemm,
+    "inference": machinery.inference,
     "layer": layer,
     "norm": norm,
     "parallel": machinery.parallel,

@@ -225,3 +225,33 @@ def parallel() -> Drawing:
     for x in (240, 490):
         d.text(x, 476, "fp32", 12, "middle")
     return d
+
+
+def inference() -> Drawing:
+    """Three sequences in pages of four tokens, and the tokens of a step that are packed into one forward."""
+    d = Drawing(820, 330, "Pages of three sequences, two of which share one, and what one step computes")
+    d.text(20, 22, "Sequences: what is in the cache, what is new", bold=True)
+    rows = (("a: one token of it is new", 9, 1), ("b: admitted; begins as a does", 4, 3), ("c: a draft of two", 2, 3))
+    for row, (label, cached, new) in enumerate(rows):
+        top = 40 + 44 * row
+        d.text(20, top + 19, label, 12.5)
+        for i in range(cached + new):
+            d.box(236 + 28 * i, top, 28, 28, f"{i}", X if i >= cached else GREY if row < 2 and i < 4 else PALE, 11)
+    d.text(540, 59, "a page: 4 tokens of all layers", 12)
+    d.text(540, 103, "grey: tokens that a and b share", 12)
+    d.text(540, 147, "blue: new tokens, packed", 12)
+
+    d.text(20, 196, "The cache: a page table says where a key lies", bold=True)
+    names = ("a, b", "c", "a", "b", "free", "a", "c", "free", "free")
+    for i, name in enumerate(names):
+        d.box(20 + 84 * i, 210, 80, 28, name, HOLLOW if name == "free" else GREY if i == 0 else PALE)
+        d.text(60 + 84 * i, 252, f"page {i}", 11, "middle")
+
+    d.text(20, 292, "One forward", bold=True)
+    for i, name in enumerate(("a9", "b4", "b5", "b6", "c2", "c3", "c4")):
+        d.box(120 + 34 * i, 276, 34, 28, name, X, 11)
+    d.arrow(362, 290, 412, 290)
+    d.box(415, 270, 110, 40, "logits of\na9, b6, c2–c4", Y, 11)
+    d.arrow(525, 290, 572, 290)
+    d.box(575, 270, 224, 40, "a10, b7, c3, and c4, c5 where\nthe draft was right", PALE, 11)
+    return d

@@ -7,7 +7,7 @@ the MLP's first weight: gate's rows and up's become one parameter. A state dict 
 in both directions; the FP8 state of the block's parts is beside them.
 
 With a cache of Hugging Face's (`past_key_values`), and where positions differ between rows, the same layer runs part by
-part; the bits are the same.
+part; the bits are the same. With `inference_params`, which `te.Generator` gives, it runs as `te.TransformerLayer`.
 """
 
 import inspect
@@ -179,6 +179,8 @@ def fill_block(layer: Any, block: Any, rotary: Any) -> None:
     vars(layer).update((key, value) for key, value in vars(block).items() if key not in vars(layer))
     # In a tuple, so that the embedding is no submodule: the model has it already.
     vars(layer).update(shared=(rotary, block.self_attn.config), layer_idx=block.self_attn.layer_idx)
+    for part in (layer, layer.self_attention, layer.self_attention.core_attention):
+        part.layer_number = block.self_attn.layer_idx + 1
 
 
 class DecoderBlock(torch.nn.Module):
@@ -211,6 +213,8 @@ class DecoderBlock(torch.nn.Module):
                 raise NotImplementedError(f"te.convert's blocks: {name} is not offered; attention_mask is accepted.")
         if kwargs.get("is_causal") is False:
             raise NotImplementedError("te.convert's blocks: is_causal=False is not offered; True is accepted.")
+        if kwargs.get("inference_params") is not None:
+            return self._generating(hidden_states, kwargs["inference_params"])
         if position_ids is None:
             position_ids = torch.arange(hidden_states.shape[1], device=hidden_states.device)[None]
         frequencies = rotary.inv_freq.to(hidden_states.device, torch.float32)
@@ -222,6 +226,19 @@ class DecoderBlock(torch.nn.Module):
             # `forward` of te.TransformerLayer, which comes after this class.
             return super().forward(hidden_states, mask, mask_type, rotary_pos_emb=angles[0, :, None, None])  # type: ignore
         return self._by_parts(hidden_states, mask, angles, past_key_values)
+
+    def _generating(self, x: torch.Tensor, cache: Any) -> torch.Tensor:
+        """x [batch, s, hidden] or, packed, [1, tokens, hidden] after the tokens in an `InferenceParams`."""
+        rotary, config = self.shared
+        angles = cache.kept.get(rotary)
+        if angles is None:
+            frequencies = rotary.inv_freq.to(x.device, torch.float32)
+            angles = torch.arange(cache.max_sequence_length, device=x.device)[:, None].float() * frequencies
+            angles = cache.kept[rotary] = torch.cat([angles, angles], -1)[:, None, None]
+        window = getattr(config, "sliding_window", None)
+        limits = (-1 if window is None else window - 1, 0)
+        # `forward` of te.TransformerLayer, which comes after this class.
+        return super().forward(x, window_size=limits, inference_params=cache, rotary_pos_emb=angles)  # type: ignore
 
     def _by_parts(self, x: torch.Tensor, mask: Any, angles: torch.Tensor, cache: Any) -> torch.Tensor:
         attention, tokens = self.self_attention, x.shape[:2]

@@ -375,3 +375,25 @@ def test_what_is_refused() -> None:
     model.set_attn_implementation("eager")
     with pytest.raises(NotImplementedError, match=r"attn_implementation='eager' is not offered; 'sdpa' is accepted\.$"):
         model(input_ids=IDS)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama 3", "wide heads", "a window"])
+@pytest.mark.parametrize("fp8", [False, True])
+def test_the_generator_writes_what_the_forward_says(name: str, fp8: bool) -> None:
+    """Prompts of several lengths at once: tokens and log-probabilities of a forward of the whole text."""
+    model = converted(name, recipe=RECIPE if fp8 else None).eval()
+    prompts = [IDS[0, :9].tolist(), IDS[1, :3].tolist(), IDS[0, :7].tolist()]
+    made = te.Generator(model, max_batch_size=2, max_sequence_length=32, page_size=4, draft_tokens=2)
+    for prompt, done in zip(prompts, made.generate(prompts, 6), strict=True):
+        text = torch.tensor([[*prompt, *done.tokens]])
+        with torch.no_grad():
+            logits = model(input_ids=text[:, :-1], use_cache=False).logits[0, len(prompt) - 1 :]
+        assert done.tokens == logits.argmax(-1).tolist()
+        assert done.logprobs == (-te.cross_entropy(logits, text[0, len(prompt) :], reduction="none")).tolist()
+
+
+def test_the_generator_refuses_a_recipe_that_the_model_brings() -> None:
+    made = te.Generator(converted(recipe=te.recipe.Float8CurrentScaling()).eval())
+    made.add([3])
+    with pytest.raises(ValueError, match=r"^Generator: the recipe Float8CurrentScaling, in which"):
+        made.step()

@@ -27,7 +27,7 @@ GEMMS = (
     "gemm_fp8_rowwise",
     "gemm_fp8_split_k",
 )
-OPTIONS = ("BIAS", "SINK", "LENGTHS", "PACKED")  # that Arguments depends on
+OPTIONS = ("BIAS", "SINK", "LENGTHS", "PACKED", "PAGED")  # that Arguments depends on
 FIXED = {"attention_bias": {"BIAS": 1}, "attention_gaps": {"LENGTHS": 1, "PACKED": 1}}  # not given as macros
 STRIDES = {"mask_strides": "mask_b", "out_strides": "out_b", "bias_strides": "bias_b", "slope_strides": "slope_b"}
 LAST = "everything before holds"

@@ -67,3 +67,13 @@ def test_the_training_program_keeps_its_checkpoint_from_a_nan(tmp_path: Path, mo
     with torch.random.fork_rng(devices=[]), pytest.raises(SystemExit, match="Step 1 has a NaN or an infinity"):
         program["main"]()
     assert path.read_bytes() == b"the last good one"
+
+
+def test_the_program_that_generates_runs() -> None:
+    """It compares its log-probabilities with the trainer's itself."""
+    program = measure.ROOT / "examples" / "generate.py"
+    assert len(program.read_text().splitlines()) <= 80
+    start = f"import runpy, sys\nsys.argv[:] = {[str(program), '--device', 'cpu', '--steps', '2']}\n"
+    done = processes.run(f"{start}runpy.run_path({str(program)!r}, run_name='__main__')")
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 4

@@ -14,7 +14,7 @@
 // A tile has one of the chunks of N_OUT columns of d: all, as heads of more than 128 take attention_wide.cu.
 //
 // Defines: FORMAT (BF16 | FP16), D_CHUNKS (d in chunks of 64: 1, 2), N_OUT (64 | 128), STAGES, Q_STAGES, DROPOUT
-// (0 | 1), BIAS (0 | 1), SINK (0 | 1), LENGTHS (0 | 1), PACKED (0 | 1).
+// (0 | 1), BIAS (0 | 1), SINK (0 | 1), LENGTHS (0 | 1), PACKED (0 | 1), PAGED (0 | 1).
 #include "attention_softmax.cuh"
 #include "ptx/grid.cuh"
 
@@ -22,7 +22,8 @@ using namespace twin;
 
 struct Config : AttentionDefaults {
     using Format = FORMAT;
-    static constexpr bool kDropout = DROPOUT, kBias = BIAS, kSink = SINK, kLengths = LENGTHS, kPacked = PACKED;
+    static constexpr bool kDropout = DROPOUT, kBias = BIAS, kSink = SINK, kLengths = LENGTHS, kPacked = PACKED,
+                          kPaged = PAGED;
     static constexpr int kChunks = D_CHUNKS, kChannels = N_OUT, kStages = STAGES, kQueryStages = Q_STAGES;
 };
 using Format = Config::Format;
@@ -106,7 +107,7 @@ __device__ __forceinline__ void produce(Shared& shared, const CUtensorMap* q, co
         const int first = tile.first + q_start(limits_of(a, tile));
         load(shared.q_box[s], queries.parity, shared.q[s], q, q_chunks, kQueryChunk, 0, first, tile.head);
         for (int j = tile.blocks.from; j < tile.blocks.to; j++, stage.advance()) {
-            const int n = stage.index, key = j * kTileRows + kv_start(limits_of(a, tile));
+            const int n = stage.index, key = key_row(a, limits_of(a, tile), tile.batch, j * kTileRows);
             load(shared.k_box[n], stage.parity, shared.k[n], k, kChunks, kChunk, 0, key, key_head);
             load(shared.v_box[n], stage.parity, shared.v[n], v, kChannels / 64, kChunk, tile.column, key, key_head);
         }

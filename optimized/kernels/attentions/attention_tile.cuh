@@ -33,6 +33,7 @@ struct AttentionDefaults {
     static constexpr bool kSink = false;     // heads have a sink
     static constexpr bool kLengths = false;  // entries of the batch have lengths (attention_lengths.py)
     static constexpr bool kPacked = false;   // entries lie one after the other in [tokens, heads, d]; they have lengths
+    static constexpr bool kPaged = false;    // keys and values are in pages (attention_paged.py); entries are packed
 };
 
 // A part of a struct that only some configurations have.
@@ -86,15 +87,22 @@ struct PackedArguments {
     const int *q_starts, *kv_starts;  // [batches]: an entry's first rows; sq and skv are the longest entries'
 };
 
+struct PageArguments {
+    const int* page_table;  // [batches, pages]
+    int pages, page_size;   // of an entry; keys of a page, a multiple of kTileRows
+};
+
 // The fields of optimized/ops/attentions/attention.py's structured array, in its order.
 template <class Config_>
 struct AttentionArguments : CommonArguments,
                             Optional<BiasArguments, Config_::kBias>,
                             Optional<SinkArguments, Config_::kSink>,
                             Optional<LengthArguments, Config_::kLengths && !Config_::kPacked>,
-                            Optional<PackedArguments, Config_::kPacked> {
+                            Optional<PackedArguments, Config_::kPacked>,
+                            Optional<PageArguments, Config_::kPaged> {
     using Config = Config_;
     static_assert(Config::kLengths || !Config::kPacked, "packed entries have lengths");
+    static_assert(Config::kPacked || !Config::kPaged, "queries of entries with pages are packed");
 };
 
 // One struct for each, as structs with several bases are not copied as a whole.
@@ -133,9 +141,10 @@ __device__ __forceinline__
         EntryLimits<Config> of;
         if constexpr (Config::kPacked) {
             of.q_start = min(max(__ldg(a.q_starts + batch), 0), a.q_rows);
-            of.kv_start = min(max(__ldg(a.kv_starts + batch), 0), a.kv_rows);
+            of.kv_start = Config::kPaged ? 0 : min(max(__ldg(a.kv_starts + batch), 0), a.kv_rows);
             of.sq = min(min(max(__ldg(a.q_lengths + batch), 0), a.sq), a.q_rows - of.q_start);
-            of.skv = min(min(max(__ldg(a.kv_lengths + batch), 0), a.skv), a.kv_rows - of.kv_start);
+            of.skv =
+                min(min(max(__ldg(a.kv_lengths + batch), 0), a.skv), Config::kPaged ? a.skv : a.kv_rows - of.kv_start);
         } else {
             of.sq = a.q_lengths == nullptr ? a.sq : min(max(__ldg(a.q_lengths + batch), 0), a.sq);
             of.skv = a.kv_lengths == nullptr ? a.skv : min(max(__ldg(a.kv_lengths + batch), 0), a.skv);
@@ -188,6 +197,15 @@ __device__ __forceinline__ int q_written(const CommonArguments& a, const Limits&
 template <class Limits>
 __device__ __forceinline__ int kv_written(const CommonArguments& a, const Limits& limits) {
     return Limits::Config::kPacked ? limits.skv : a.skv;
+}
+
+// The row at which an entry's key `key`, the first of a block, lies.
+template <class Config, class Limits>
+__device__ __forceinline__ int key_row(const AttentionArguments<Config>& a, const Limits& limits, int batch, int key) {
+    if constexpr (Config::kPaged)
+        return __ldg(a.page_table + batch * a.pages + key / a.page_size) * a.page_size + key % a.page_size;
+    else
+        return key + kv_start(limits);
 }
 
 // What a weight's exponent has of a score, which `add_bias` of attention_bias.cuh has multiplied where there is a bias.

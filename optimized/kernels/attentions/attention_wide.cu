@@ -18,7 +18,7 @@
 // each block loads half of the keys and values for both.
 //
 // Defines: FORMAT (BF16 | FP16), CLUSTER (1 | 2; with lengths 1), DROPOUT (0 | 1), BIAS (0 | 1), SINK (0 | 1), LENGTHS
-// (0 | 1), PACKED (0 | 1).
+// (0 | 1), PACKED (0 | 1), PAGED (0 | 1).
 #include "attention_cluster.cuh"
 #include "attention_softmax.cuh"
 #include "ptx/grid.cuh"
@@ -33,7 +33,8 @@ using namespace twin;
 
 struct Config : AttentionDefaults {
     using Format = FORMAT;
-    static constexpr bool kDropout = DROPOUT, kBias = BIAS, kSink = SINK, kLengths = LENGTHS, kPacked = PACKED;
+    static constexpr bool kDropout = DROPOUT, kBias = BIAS, kSink = SINK, kLengths = LENGTHS, kPacked = PACKED,
+                          kPaged = PAGED;
     static constexpr int kCluster = CLUSTER;
 };
 using Format = Config::Format;
@@ -152,10 +153,11 @@ __device__ __forceinline__ void produce_keys(Shared& shared, const CUtensorMap* 
         for (int j = tile.blocks.from; j < tile.blocks.to; j++) {
             // Not unrolled: registers are few.
 #pragma unroll 1
-            for (int half = 0; half < 2; half++) load(k, 2, 128 * half, j * kTileRows + kv_start(limits_of(a, tile)));
+            for (int half = 0; half < 2; half++)
+                load(k, 2, 128 * half, key_row(a, limits_of(a, tile), tile.batch, j * kTileRows));
 #pragma unroll 1
             for (int half = 0; half < 2; half++)
-                load(v, 4, 0, j * kTileRows + 64 * half + kv_start(limits_of(a, tile)));
+                load(v, 4, 0, key_row(a, limits_of(a, tile), tile.batch, j * kTileRows) + 64 * half);
         }
     });
 }

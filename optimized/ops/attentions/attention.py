@@ -34,12 +34,13 @@ ARGUMENTS = np.dtype(
     + [(name, "f4") for name in ("c", "kept", "scale")],
     align=True,
 )
-# What follows where BIAS, SINK, LENGTHS or PACKED is 1.
+# What follows where BIAS, SINK, LENGTHS, PACKED or PAGED is 1.
 _BIAS = [("bias", "u8"), ("slopes", "u8"), ("bias_strides", "i8", 3), ("slope_b", "i8")]
 _BIAS += [("bias_is_fp32", "i4"), ("diagonal", "i4")]
 _SINK = [("sinks", "u8")]
 _LENGTHS = [("q_lengths", "u8"), ("kv_lengths", "u8"), ("ends_align", "i4")]
 _PACKED = [("q_rows", "i4"), ("kv_rows", "i4"), ("q_starts", "u8"), ("kv_starts", "u8")]
+_PAGED = [("page_table", "u8"), ("pages", "i4"), ("page_size", "i4")]
 
 
 CAPACITIES = (64, 128, 256)  # head dimensions that kernels are compiled for
@@ -57,17 +58,18 @@ def defines(dtype: torch.dtype, d: int, dropout: bool, **more: int) -> dict[str,
 
 
 @functools.cache
-def argument_type(biased: bool, sunk: bool, lengths: bool, packed: bool = False) -> np.dtype:
+def argument_type(biased: bool, sunk: bool, lengths: bool, packed: bool = False, paged: bool = False) -> np.dtype:
     """The type of struct Arguments with these macros."""
-    more = _BIAS * biased + _SINK * sunk + _LENGTHS * lengths + _PACKED * packed
+    more = _BIAS * biased + _SINK * sunk + _LENGTHS * lengths + _PACKED * packed + _PAGED * paged
     return np.dtype([(name, ARGUMENTS[name]) for name in ARGUMENTS.names or ()] + more, align=True)
 
 
 class Entries(NamedTuple):
-    """Whether entries of a batch have lengths, and lie one after the other."""
+    """Whether entries of a batch have lengths, lie one after the other, and have keys in pages."""
 
     lengths: bool
     packed: bool = False
+    paged: bool = False
 
     @staticmethod
     def of(options: Options) -> "Entries":
@@ -89,10 +91,10 @@ def queries_of(d: int) -> int:
 
 
 @functools.cache
-def _kernels(
+def kernels(
     dtype: torch.dtype, d: int, dropout: bool, biased: bool, sunk: bool, entries: Entries, cluster: int = 1
 ) -> tuple[launch.Kernel, launch.Kernel]:
-    more = {"BIAS": int(biased), "SINK": int(sunk), **entries.macros}
+    more = {"BIAS": int(biased), "SINK": int(sunk), **entries.macros, "PAGED": int(entries.paged)}
     if d == WIDE:
         file, rows = "attention_wide", 4 * BLOCK + 5 * 4 * 64  # of 64 channels: queries, the ring's five parts
         macros: dict[str, Any] = {"FORMAT": FORMATS[dtype], "CLUSTER": cluster, "DROPOUT": int(dropout), **more}
@@ -105,7 +107,7 @@ def _kernels(
 
 EITHER = (False, True)
 CONFIGURATIONS = [
-    _kernels(*case, *more, entries, cluster)[0].configuration
+    kernels(*case, *more, entries, cluster)[0].configuration
     for entries in ENTRIES
     for more in ((False, False), (True, False), (False, True))
     for case in itertools.product(FORMATS, CAPACITIES, EITHER)
@@ -137,14 +139,25 @@ def tensor_map(x: torch.Tensor, rows: int) -> TensorMap:
     return encode(x.data_ptr(), x.dtype, (d, s, h, b, 1), (*steps, 16), (128 // size, rows, 1, 1, 1), 128, 256)
 
 
-def arguments(q: torch.Tensor, k: torch.Tensor, out: torch.Tensor, options: Options) -> np.ndarray:
+class Pages(NamedTuple):
+    """Where keys and values lie: `page_table` of `twin::attention_paged`, and the keys of a page."""
+
+    table: torch.Tensor
+    size: int
+
+
+def arguments(
+    q: torch.Tensor, k: torch.Tensor, out: torch.Tensor, options: Options, pages: Pages | None = None
+) -> np.ndarray:
     """The kernels' struct Arguments; `out` is the tensor that they write, or one with its strides and channels.
 
-    All three are `[b, h, s, d]`; of packed sequences they have b = 1 and all tokens.
+    All three are `[b, h, s, d]`; of packed sequences they have b = 1 and all tokens, or all rows of all pages.
     """
     (b, h, heads, sq, skv), d = sizes(q, k, options), out.shape[3]
     o, lengths, packed = options, options.has_lengths, options.packed
-    a = np.zeros((), argument_type(o.biased, o.sinks is not None, lengths, packed))
+    a = np.zeros((), argument_type(o.biased, o.sinks is not None, lengths, packed, pages is not None))
+    if pages is not None:
+        a["page_table"], a["pages"], a["page_size"] = pages.table.data_ptr(), pages.table.shape[1], pages.size
     if packed:
         a["q_rows"], a["kv_rows"] = q.shape[2], k.shape[2]
         a["q_starts"], a["kv_starts"] = (0 if x is None else x.data_ptr() for x in (o.q_starts, o.kv_starts))
@@ -220,15 +233,30 @@ def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *given: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """softmax(q kᵀ · scale) v -> (out `[b, h, sq, e]`, m fp32 `[b, h, sq]`, inv fp32 `[b, h, sq]`)."""
-    result, m, inv = outputs(q, k, v, *given)
+    results = outputs(q, k, v, *given)
+    attend("twin::attention", q, k, v, results, Options(*given))
+    return results
+
+
+def attend(
+    op: str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    results: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    options: Options,
+    pages: Pages | None = None,
+) -> None:
+    """Launch the kernel that fills `results`; with `pages` k and v are all rows of a cache `[rows, hkv, d]`."""
+    result, m, inv = results
     q, k, v, out = by_heads(q), by_heads(k), by_heads(v), by_heads(result)
-    options = readable(Options(*given))
+    options = readable(options)
     dropout, rng_state = options.dropout, options.rng_state
     b, h, _, sq, skv = sizes(q, k, options)
-    check_grid("twin::attention", q, b)
+    check_grid(op, q, b)
     if out.numel() and k.numel() and sq and skv:
         inputs = [loadable(x) for x in (q, k, v)]  # copies must live until the launch
-        a = arguments(q, k, out, options)
+        a = arguments(q, k, out, options, pages)
         size, index = widest(q, v), q.device.index
         wide, queries = size == WIDE, queries_of(size)
         boxes = (64, BLOCK, 64) if wide else (queries, BLOCK, BLOCK)
@@ -236,8 +264,9 @@ def attention(
         # Two tiles that visit the same keys share them.
         alike = (a["lower"], a["upper"]) == (-NO_LIMIT, NO_LIMIT) and not options.has_lengths
         cluster = 2 if wide and sq > queries and alike else 1
-        more = (options.biased, options.sinks is not None, Entries.of(options), cluster)
-        kernel, reset = _kernels(q.dtype, size, threshold(dropout) > 0, *more)
+        entries = Entries.of(options)._replace(paged=pages is not None)
+        more = (options.biased, options.sinks is not None, entries, cluster)
+        kernel, reset = kernels(q.dtype, size, threshold(dropout) > 0, *more)
         threads, smem = 2 * queries + 128, kernel.max_dynamic_smem
         if cluster > 1:
             at_a_time = launch.clusters_at_once(kernel, cluster, threads, smem, index)
@@ -258,4 +287,3 @@ def attention(
     if threshold(dropout):
         assert rng_state is not None
         advance(rng_state)
-    return result, m, inv

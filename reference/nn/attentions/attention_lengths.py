@@ -153,15 +153,17 @@ def check_alike(layer: str, given: Lengths) -> None:
 
 
 def packed(layer: str, qkv: tuple[Any, Any, Any], given: Lengths) -> tuple[Lengths, tuple[int, int]]:
-    """The lengths of a call in "thd", with the longest ones, and the numbers of tokens.
+    """The lengths of a call in "thd", with the longest ones, and the numbers of tokens; refuses as `check_packed`."""
+    check_packed(layer, qkv)
+    return with_longest(layer, given), (qkv[0].shape[0], qkv[1].shape[0])
 
-    Refuses what is not `[t, h, d]`.
-    """
+
+def check_packed(layer: str, qkv: tuple[Any, Any, Any]) -> None:
+    """Refuse what is not `[t, h, d]`."""
     for name, x in zip(("query_layer", "key_layer", "value_layer"), qkv, strict=True):
         if not isinstance(x, torch.Tensor) or x.is_nested or x.dim() != 3:
             shown = f"is {list(x.shape)}" if isinstance(x, torch.Tensor) and not x.is_nested else type(x).__name__
             raise ValueError(f"{layer}: {name} {shown}; a tensor [t, h, d] is accepted with qkv_format='thd'.")
-    return with_longest(layer, given), (qkv[0].shape[0], qkv[1].shape[0])
 
 
 def with_longest(layer: str, given: Lengths, sides: int = 2) -> Lengths:

@@ -59,10 +59,11 @@ class Options(NamedTuple):
             return
         if not isinstance(self.inference, InferenceParams):
             raise TypeError(f"{layer}: inference_params={self.inference!r}; None or InferenceParams is accepted.")
-        if layout == "thd" or self.bias.given or self.lengths.given:
+        if (layout == "thd" and not self.inference.packed) or self.bias.given or self.lengths.given:
             raise NotImplementedError(
                 f"{layer}: inference_params with the layout {layout!r}, a bias or cu_seqlens_* is not offered; 'sbhd' "
-                f"and 'bshd' without them are accepted (pre_step gives the lengths)."
+                f"and 'bshd' without them are accepted, and 'thd' with InferenceParams(qkv_format='thd') (pre_step "
+                f"gives the lengths)."
             )
 
     def check(

@@ -17,7 +17,7 @@ from reference.arguments import MASK_TYPES, check_arguments
 from reference.memory.recompute import checkpoint
 from reference.nn.attentions.attention_bias import Bias
 from reference.nn.attentions.attention_fp8 import FP8Attention
-from reference.nn.attentions.attention_lengths import Lengths, packed
+from reference.nn.attentions.attention_lengths import Lengths, check_packed, packed
 from reference.nn.attentions.attention_options import NO_OPTIONS, Options, defaults_of, unpacked
 from reference.nn.attentions.dot_product_pair import Plan, backward, forward
 from reference.nn.attentions.dot_product_plan import Call, cached_call_of, call_of, context_of
@@ -292,9 +292,12 @@ class DotProductAttention(OfCoreAttention, ContextGroup, FP8Attention):
             how: dict[str, Any] = {"attn_mask_type": mask_type, "window_size": window_size, **options.arguments()}
             return ended(self, *given, attention_mask, layout, bottom_right_diagonal=bottom_right_diagonal, **how)
         tokens = None
-        if layout == "thd":
+        if layout == "thd" and inference_params is None:
             lengths, tokens = packed("DotProductAttention", given, options.lengths)
             options = options._replace(lengths=lengths)
+            check_qkv(self, given[0][None], given[1][None], given[2][None], False)
+        elif layout == "thd":
+            check_packed("DotProductAttention", given)
             check_qkv(self, given[0][None], given[1][None], given[2][None], False)
         else:
             check_qkv(self, given[0], given[1], given[2], layout == "sbhd")
@@ -312,7 +315,7 @@ class DotProductAttention(OfCoreAttention, ContextGroup, FP8Attention):
         cached = None
         if inference_params is not None:
             cached, step = inference_params.step_of(self, MASK_TYPES[mask_type][0] != "none", core.window)
-            call = cached_call_of(self, core, step, x)
+            call = cached_call_of(self, core, cached, step, x, layout)
         else:
             call = call_of(self, core, mask, options, shape, x, by_torch, tokens)
         if by_torch:
@@ -356,6 +359,8 @@ class DotProductAttention(OfCoreAttention, ContextGroup, FP8Attention):
 
     def _shape(self, given: Any, layout: str, lengths: Lengths) -> tuple[int, int, int, int]:
         """[b, h, sq, skv] of queries and keys in a layout."""
+        if layout == "thd" and lengths.q is None:  # of a cache
+            return 1, self.num_attention_heads, given[0].shape[0], given[1].shape[0]
         if layout == "thd":
             return lengths.q.shape[0] - 1, self.num_attention_heads_per_partition, lengths.max_q, lengths.max_kv
         batch, sequence = (1, 0) if layout == "sbhd" else (0, 1)

@@ -19,7 +19,7 @@ import torch
 from reference.nn.attentions import attention_fp8, exact_attention, torch_attention
 from reference.nn.attentions.exact_attention import CorePlan, Qkv
 from reference.nn.attentions.heads import dense_rows
-from reference.nn.attentions.inference_step import Cached, entered
+from reference.nn.attentions.inference_step import Cached, attended_in_pages, entered
 from reference.nn.attentions.no_grad_inputs import NoGradInputs, Tensor
 from reference.nn.core.context import BlockContext, ModuleContext
 from reference.ops.attentions.attention_options import Options
@@ -127,6 +127,9 @@ def _attend_by_heads(
         return torch_attention.cudnn_attend(core, any(plan.needs), q, k, v)
     if plan.cached is None:
         return exact_attention.attend(options_of(plan, reads, state, added), q, k, v)
+    if plan.cached.layout == "paged":
+        out, m, inv = attended_in_pages(plan.cached, reads.step(), core, added, q, k, v)
+        return out, exact_attention.Attended(out, m, inv, None)
     core, hidden, qkv = entered(plan.cached, reads.step(), core, q, k, v)
     out, attended = exact_attention.attend(core.options(hidden, state, added), *qkv)
     rows = attended._replace(m=attended.m.reshape(q.shape[:3]), inv=attended.inv.reshape(q.shape[:3]))

@@ -8,7 +8,7 @@ from reference.memory.recompute import Run, current_run
 from reference.nn.attentions.attention_lengths import lengths_alibi, lengths_mask, lengths_of_masks
 from reference.nn.attentions.attention_options import Options
 from reference.nn.attentions.exact_attention import CorePlan, full_mask
-from reference.nn.attentions.inference_step import StepTensors
+from reference.nn.attentions.inference_step import Cached, StepTensors
 from reference.nn.attentions.no_grad_inputs import NO_INPUTS, NoGradInputs
 from reference.nn.attentions.packing import maps_of
 from reference.nn.core.checks import Shape
@@ -77,12 +77,14 @@ def call_of(
     return Call(core, reads._replace(**starts), added, (lengths.max_q, lengths.max_kv))
 
 
-def cached_call_of(module: Any, core: CorePlan, step: StepTensors, x: torch.Tensor) -> Call:
+def cached_call_of(
+    module: Any, core: CorePlan, cached: Cached, step: StepTensors, x: torch.Tensor, layout: str
+) -> Call:
     """The call of a `DotProductAttention` with a cache."""
-    reads = NO_INPUTS.with_step(step)
+    reads, longest = NO_INPUTS.with_step(step), (cached.longest, cached.keys) if layout == "thd" else None
     if module.softmax_type == "vanilla":
-        return Call(core, reads)
-    return Call(core._replace(softmax=module.softmax_type), reads, module.sinks(x.device))
+        return Call(core, reads, None, longest)
+    return Call(core._replace(softmax=module.softmax_type), reads, module.sinks(x.device), longest)
 
 
 def context_of(module: Any, dtype: torch.dtype, device: torch.device, run: Run | None = None) -> ModuleContext | None:

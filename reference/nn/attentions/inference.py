@@ -10,17 +10,25 @@ copied to row n + i, and its query sees keys 0 .. n + i under a causal mask type
 as far as the window permits. Nothing is computed in another way than without a cache: `twin::attention` reads its keys
 in the same blocks, from key 0, and what is hidden from a query changes no bit of its row (docs/inference.md).
 
-Source: Transformer Engine's `pytorch/attention/inference.py`, without pages and thd.
+With `is_paged` keys and values are [total_num_pages, page_size, num_heads_kv, head_dim], and a sequence takes pages as
+it grows. `share` begins a sequence with another one's first tokens, in the same pages. With qkv_format="thd" the new
+tokens of a step lie one after the other, sequence by sequence: [tokens, hidden] in layers of "thd", a batch of one,
+[tokens, 1, hidden] and [1, tokens, hidden], in those of "sbhd" and "bshd". `reference.nn.attentions.pages` says who has
+which pages; `twin::attention_paged` reads them.
+
+Source: Transformer Engine's `pytorch/attention/inference.py`.
 """
 
 import weakref
 from collections.abc import Hashable, Mapping
+from itertools import accumulate
 from typing import Any
 
 import torch
 
 from reference.arguments import check_arguments, is_int
 from reference.nn.attentions.inference_step import Cached, StepTensors
+from reference.nn.attentions.pages import Pages
 from reference.nn.core.attributes import OfCache
 from reference.nn.core.parameters import DeviceDefault
 from reference.ops.attentions.attention import BLOCK
@@ -37,15 +45,20 @@ class InferenceParams(OfCache, DeviceDefault):
         num_heads_kv, head_dim_k: heads of keys and their size: a layer's num_gqa_groups and kv_channels.
         head_dim_v: size of a head of values; None is head_dim_k.
         dtype: of the caches: the activations' dtype, or torch.autocast's.
-        qkv_format, max_ctx_len: accepted as in Transformer Engine, without effect; a layer's own format counts.
-        is_paged, total_num_pages, page_size, custom_cache_manager: only "off" is offered.
+        is_paged, total_num_pages, page_size: pages, their number, and the tokens of each; bf16 or fp16. Any number is
+            accepted, Transformer Engine's max_batch_size * max_sequence_length / page_size as well as fewer.
+        qkv_format: "thd" packs the new tokens; "sbhd" and "bshd" have no effect, because a layer's own format counts.
+        max_ctx_len: accepted as in Transformer Engine, without effect. custom_cache_manager: only None is offered.
         device: of the caches; None is the package's own.
 
     Attributes:
-        cache: by layer number, keys and values [max_batch_size, max_sequence_length, num_heads_kv, head_dim_k or _v].
+        cache: by layer number, keys and values [max_batch_size, max_sequence_length, num_heads_kv, head_dim_k or _v];
+            in pages [total_num_pages, page_size, ...].
         sequences: the length of each sequence in the batch, its new tokens included, in the order of the batch.
         batch_size: how many they are.
         pre_step_seqlens: int32 [max_batch_size], their lengths before the step, on the device.
+        kept: what a model keeps beside the cache, as angles of all positions.
+        pages: `Pages`, where the cache has them; with "thd" it always has, if need be a page for each whole sequence.
 
     `pre_step` changes tensors where they lie. So a step of one token, once captured in a CUDA graph, can be replayed
     after each `pre_step`; in a capture attention reads the whole cache, because a graph's shapes stay.
@@ -74,8 +87,11 @@ class InferenceParams(OfCache, DeviceDefault):
         assert dtype is not None
         self.max_batch_size, self.max_sequence_length = int(max_batch_size), int(max_sequence_length)
         self.num_heads_kv, self.head_dim_k, self.dtype = int(num_heads_kv), int(head_dim_k), dtype
-        self.head_dim_v, self.is_paged = self.head_dim_k if head_dim_v is None else int(head_dim_v), False
+        self.head_dim_v, self.is_paged = self.head_dim_k if head_dim_v is None else int(head_dim_v), is_paged
+        self.packed, self.total_num_pages, self.page_size = qkv_format == "thd", total_num_pages, page_size
+        self.pages = self._pages(is_paged, total_num_pages, page_size)
         self.cache: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.kept: dict[Any, Any] = {}
         self.sequences: dict[Hashable, int] = {}
         self._starts: list[int] = []
         self._steps: list[int] = []
@@ -95,8 +111,25 @@ class InferenceParams(OfCache, DeviceDefault):
         self.device = self.pre_step_seqlens.device
         self._hidden: dict[int, torch.Tensor] = {}  # with one token of each sequence, by the window's left side
 
+    def _pages(self, is_paged: bool, count: int | None, size: int | None) -> Pages | None:
+        """The page table, after a check of what pages need."""
+        if is_paged is not (count is not None) or is_paged is not (size is not None):
+            raise ValueError(
+                f"InferenceParams: total_num_pages={count} and page_size={size} with is_paged={is_paged}; both are "
+                f"accepted with True, None with False."
+            )
+        if not is_paged and not self.packed:
+            return None
+        if self.dtype == torch.float32:
+            raise TypeError(
+                f"InferenceParams: dtype={self.dtype} in pages, or with qkv_format='thd'; bfloat16 and float16 are "
+                f"accepted."
+            )
+        return Pages(count or self.max_batch_size, size or self.max_sequence_length)
+
     def __repr__(self) -> str:
         names = ("max_batch_size", "max_sequence_length", "num_heads_kv", "head_dim_k", "head_dim_v", "dtype", "device")
+        names = (*names, *(("total_num_pages", "page_size") if self.is_paged else ()))
         return f"InferenceParams({', '.join(f'{name}={getattr(self, name)}' for name in names)})"
 
     @property
@@ -115,7 +148,10 @@ class InferenceParams(OfCache, DeviceDefault):
         if layer_number in self.cache:
             return
         self._check_begun("InferenceParams", layer_number)
-        shape = (self.max_batch_size, self.max_sequence_length, self.num_heads_kv)
+        rows = (self.max_batch_size, self.max_sequence_length)
+        if self.pages is not None:
+            rows = (self.pages.count, self.pages.size)
+        shape = (*rows, self.num_heads_kv)
         with torch.inference_mode(False):
             sizes = (self.head_dim_k, self.head_dim_v)
             made = [torch.zeros(*shape, size, dtype=self.dtype, device=self.device) for size in sizes]
@@ -126,6 +162,46 @@ class InferenceParams(OfCache, DeviceDefault):
         self.sequences, self._starts, self._steps = {}, [], []
         self._ran = set()
         self._mixed.clear()
+        if self.pages is not None:
+            self.pages.reset()
+
+    def share(self, sequence: Hashable, source: Hashable, tokens: int) -> None:
+        """Begin `sequence` with the first tokens of `source`, in its pages; the next `pre_step` adds what follows.
+
+        Either may be a name that no step has: it stays in its pages until `drop`, so a prefix can be kept for later.
+        """
+        pages = self._with_pages("share")
+        if sequence in pages.lengths or not 0 < tokens <= pages.lengths.get(source, 0):
+            raise ValueError(
+                f"InferenceParams.share: sequence={sequence!r}, source={source!r} and tokens={tokens!r}; a new name, "
+                f"one of the sequences {dict(pages.lengths)} and 1 to all of its tokens are accepted."
+            )
+        pages.share(sequence, source, tokens)
+
+    def cut(self, sequence: Hashable, tokens: int) -> None:
+        """Forget all but the first tokens of a sequence, as after a draft that was wrong."""
+        pages = self._with_pages("cut")
+        if not 0 < tokens <= pages.lengths.get(sequence, 0):
+            raise ValueError(
+                f"InferenceParams.cut: sequence={sequence!r} and tokens={tokens!r}; one of the sequences "
+                f"{dict(pages.lengths)} and 1 to all of its tokens are accepted."
+            )
+        pages.cut(sequence, tokens)
+        if sequence in self.sequences:
+            self.sequences[sequence] = tokens
+
+    def drop(self, sequence: Hashable) -> None:
+        """Forget a sequence now, and not at the next `pre_step` that does not name it."""
+        pages = self._with_pages("drop")
+        if sequence not in pages.lengths:
+            raise ValueError(f"InferenceParams.drop: sequence={sequence!r}; one of {list(pages.lengths)} is accepted.")
+        pages.drop(sequence)
+        self.sequences.pop(sequence, None)
+
+    def _with_pages(self, method: str) -> Pages:
+        if self.pages is None:
+            raise ValueError(f"InferenceParams.{method}: is_paged=False; True is accepted, or qkv_format='thd'.")
+        return self.pages
 
     # --- a step's beginning --------------------------------------------------------------------------
 
@@ -137,6 +213,8 @@ class InferenceParams(OfCache, DeviceDefault):
         different numbers of new tokens, those of each are at its row's beginning.
         """
         steps = self._checked(step_dict)
+        if self.pages is not None:
+            return self._step_in_pages(self.pages, dict(zip(step_dict, steps, strict=True)))
         before = list(self.sequences)
         origins = [before.index(name) if name in self.sequences else None for name in step_dict]
         goes_on = origins == list(range(len(before))) and len(set(self._steps)) == 1
@@ -156,6 +234,23 @@ class InferenceParams(OfCache, DeviceDefault):
             self._hide(left, hidden)
         return self.sequences
 
+    def _step_in_pages(self, pages: Pages, steps: dict[Hashable, int]) -> dict[Hashable, int]:
+        """`pre_step` where sequences have pages."""
+        for name in self.sequences.keys() - steps.keys():
+            pages.drop(name)
+        starts = [pages.lengths.get(name, 0) for name in steps]
+        copies = [copy for name, new in steps.items() for copy in pages.extend(name, new)]
+        if copies:
+            at, to = (torch.tensor(one, device=self.device) for one in zip(*copies, strict=True))
+            for both in self.cache.values():
+                for cache in both:
+                    cache.index_copy_(0, to, cache.index_select(0, at))
+        self.sequences = {name: pages.lengths[name] for name in steps}
+        self._starts, self._steps, self._ran = starts, list(steps.values()), set()
+        self._mixed.clear()
+        self.pre_step_seqlens[: len(starts)] = torch.tensor(starts, dtype=torch.int32, device="cpu")
+        return self.sequences
+
     def _checked(self, step_dict: Mapping[Hashable, int]) -> list[int]:
         """The numbers of new tokens, after everything that `pre_step` refuses."""
         name = "InferenceParams.pre_step"
@@ -166,8 +261,9 @@ class InferenceParams(OfCache, DeviceDefault):
             raise ValueError(
                 f"{name}: step_dict has {len(steps)} sequences; max_batch_size={self.max_batch_size} are accepted."
             )
+        lengths = self.sequences if self.pages is None else self.pages.lengths
         for one, n in zip(step_dict, steps, strict=True):
-            start = self.sequences.get(one, 0)
+            start = lengths.get(one, 0)
             if n < 1 or start + n > self.max_sequence_length:
                 raise ValueError(
                     f"{name}: sequence {one!r} has {start} tokens and gets {n}; 1 or more are accepted, and "
@@ -179,6 +275,13 @@ class InferenceParams(OfCache, DeviceDefault):
                 f"{name}: the layers {missing} have not run since the last pre_step, so their caches lack its tokens; "
                 f"a forward of them is accepted, or reset()."
             )
+        if self.pages is not None:
+            needed = self.pages.needed(dict(zip(step_dict, steps, strict=True)), self.sequences.keys() - step_dict)
+            if needed > len(self.pages.free):
+                raise ValueError(
+                    f"{name}: {needed} pages are needed beside those in use, and {len(self.pages.free)} are free; "
+                    f"fewer sequences or tokens are accepted, or a larger total_num_pages."
+                )
         return steps
 
     def _move(self, origins: list[int | None]) -> None:
@@ -254,7 +357,7 @@ class InferenceParams(OfCache, DeviceDefault):
                 f"{layer}: the activations are {dtype} on {device} and the cache is {self.dtype} on {self.device}; "
                 f"one dtype and one device are accepted."
             )
-        wanted = (self.batch_size, max(self._steps, default=0))
+        wanted = (1, sum(self._steps)) if self.packed else (self.batch_size, max(self._steps, default=0))
         if sizes != wanted:
             raise ValueError(
                 f"{layer}: a batch of {sizes[0]} with {sizes[1]} new tokens; {wanted[0]} with {wanted[1]}, as pre_step "
@@ -280,6 +383,11 @@ class InferenceParams(OfCache, DeviceDefault):
         self._owners[number] = weakref.ref(core)
         self._ran.add(number)
         cache, length, longest = self.cache[number], max(self._steps), max(self.sequences.values())
+        if self.pages is not None:
+            if "paged" not in self._mixed:
+                self._mixed["paged"] = self._paged_tensors(self.pages, length)
+            keys = min(-(-longest // BLOCK) * BLOCK, self._columns_of(self.pages) * self.pages.size)
+            return Cached("paged", 0, keys, length), StepTensors(*cache, *self._mixed["paged"])
         if length == 1:
             capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
             self._captured = self._captured or capturing
@@ -294,6 +402,42 @@ class InferenceParams(OfCache, DeviceDefault):
         if (causal, window) not in self._mixed:
             self._mixed[causal, window] = self._mixed_tensors(causal, window, length, longest)
         return Cached("mixed", 0, longest), StepTensors(*cache, *self._mixed[causal, window])
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """int64: each new token's place in its sequence, of tokens in the order [b, s]; packed as they lie."""
+        places = [list(range(start, start + n)) for start, n in zip(self._starts, self._steps, strict=True)]
+        if not self.packed:
+            longest = max(self._steps, default=0)
+            places = [one + one[-1:] * (longest - len(one)) for one in places]
+        return torch.tensor([place for one in places for place in one], dtype=torch.int64, device=self.device)
+
+    def _columns_of(self, pages: Pages) -> int:
+        """Pages that a sequence has at most."""
+        return -(-self.max_sequence_length // pages.size)
+
+    def _paged_tensors(self, pages: Pages, length: int) -> Any:
+        """positions and what follows it in `StepTensors`."""
+        places, source = self.positions, None
+        if not self.packed and len(set(self._steps)) > 1:
+            source = [row * length + i for row, n in enumerate(self._steps) for i in range(n)]
+        rows = [
+            row for name, start in zip(self.sequences, self._starts, strict=True) for row in pages.rows(name, start)
+        ]
+        tables, columns = [pages.of[name] for name in self.sequences], self._columns_of(pages)
+        if not self.packed:  # as rotary embedding wants them, [s, b]
+            places = places.view(-1, length).t().flatten()
+        made: Any = [
+            None if x is None else torch.tensor(x, dtype=torch.int64, device=self.device) for x in (rows, source)
+        ]
+        for x in (
+            [one + [0] * (columns - len(one)) for one in tables],
+            self._steps,
+            list(self.sequences.values()),
+            [0, *accumulate(self._steps)],
+        ):
+            made.append(torch.tensor(x, dtype=torch.int32, device=self.device))
+        return (places.int(), *made[:2], None, *made[2:])
 
     def _hidden_from(self, left: int) -> torch.Tensor:
         if left not in self._hidden:

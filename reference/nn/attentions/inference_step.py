@@ -16,25 +16,30 @@ class Cached(NamedTuple):
     """Everything but tensors that a step's launches depend on.
 
     Attributes:
-        layout: "one" new token of every sequence; "equal": as many of each, after as many; or "mixed".
+        layout: "one" new token of every sequence; "equal": as many of each, after as many; or "mixed". "paged" where
+            the cache has pages.
         start: with "equal" the tokens of each sequence before the step, otherwise 0.
-        keys: rows of the cache that attention reads.
+        keys: rows of the cache that attention reads; with "paged" no sequence is longer.
+        longest: with "paged" the most new tokens that a sequence has, otherwise 0.
     """
 
     layout: str
     start: int
     keys: int
+    longest: int = 0
 
 
 class StepTensors(NamedTuple):
     """What a layer reads in a step, and the cache, which it changes.
 
     Attributes:
-        keys, values: the layer's cache [max_batch_size, max_sequence_length, heads, channels].
+        keys, values: the layer's cache [max_batch_size, max_sequence_length, heads, channels], or in pages.
         positions: int32, of the tokens in the order [s, b]; None with "equal".
         rows: int64, where new tokens go in the cache as [tokens, heads, channels]; None with "equal".
-        source: int64, which of the tokens in the order [b, s] those are; only with "mixed".
-        hidden: bool [b, 1, s, keys], True where a query does not see a key; None with "equal".
+        source: int64, which of the tokens in the order [b, s] those are; with "mixed", and with "paged" where there are
+            others.
+        hidden: bool [b, 1, s, keys], True where a query does not see a key; None with "equal" and "paged".
+        page_table, q_lengths, kv_lengths, q_starts: as `twin::attention_paged` takes them.
     """
 
     keys: torch.Tensor
@@ -43,6 +48,10 @@ class StepTensors(NamedTuple):
     rows: torch.Tensor | None = None
     source: torch.Tensor | None = None
     hidden: torch.Tensor | None = None
+    page_table: torch.Tensor | None = None
+    q_lengths: torch.Tensor | None = None
+    kv_lengths: torch.Tensor | None = None
+    q_starts: torch.Tensor | None = None
 
 
 def turned(cached: Cached, step: StepTensors, x: torch.Tensor, angles: torch.Tensor, pairs: bool) -> torch.Tensor:
@@ -76,6 +85,52 @@ def entered(
     if cached.layout == "one" and core.softmax == "vanilla":  # a sink belongs to one head of queries
         q = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])
     return core._replace(mask_type="no_mask", window=(-1, -1)), step.hidden, (q, keys, values)
+
+
+def attended_in_pages(
+    cached: Cached,
+    step: StepTensors,
+    core: CorePlan,
+    sinks: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Copy k and v to their pages, and attend: out [b, heads, s, e], m and inv of `twin::attention_paged`.
+
+    q, k and v are [b, heads, s, d], or packed, [tokens, heads, d], and so is out. With one token of each sequence, the
+    queries that share a head of keys become the rows of one head, as in `entered`.
+    """
+    heads, groups, causal = q.shape[1], k.shape[1], MASK_TYPES[core.mask_type][0] != "none"
+    where: Any = (step.q_lengths, step.kv_lengths, step.q_starts)
+    at: Any = step.rows
+
+    def tokens(x: torch.Tensor) -> torch.Tensor:
+        if x.dim() == 3:
+            return x
+        x = x.transpose(1, 2).reshape(-1, x.shape[1], x.shape[3])
+        return x if step.source is None else x.index_select(0, step.source)
+
+    for cache, new in ((step.keys, k), (step.values, v)):
+        cache.view(-1, *cache.shape[2:]).index_copy_(0, at, tokens(new))
+    rows, longest = tokens(q), cached.longest
+    rule, (left, right) = "causal_bottom_right" if causal else "none", core.window
+    together = heads // groups if longest == 1 and core.softmax == "vanilla" and left == -1 else 1
+    if together > 1:
+        rows = rows.view(-1, groups, together, rows.shape[2]).transpose(1, 2).reshape(-1, groups, rows.shape[2])
+        where = (where[0] * together, where[1], where[2] * together)
+        rule, right = "none", -1
+    given = (core.scale, rule, left, right, *where, longest * together, cached.keys, sinks)
+    out, m, inv = twin.attention_paged(rows, step.keys, step.values, step.page_table, *given)
+    if together > 1:
+        out = out.view(-1, together, groups, out.shape[2]).transpose(1, 2).reshape(-1, heads, out.shape[2])
+        m, inv = (x.reshape(-1, heads, 1) for x in (m, inv))
+    if q.dim() == 3:
+        return out, m, inv
+    b, _, s, _ = q.shape
+    if step.source is not None:
+        out = out.new_zeros(b * s, *out.shape[1:]).index_copy_(0, step.source, out)
+    return out.view(b, s, heads, -1).transpose(1, 2), m, inv
 
 
 class _End(torch.autograd.Function):

@@ -314,7 +314,7 @@ class MultiheadAttention(TensorParallelParts, OfAttention, ContextGroup, DeviceD
                 f"MultiheadAttention: core_attention_bias_type={core_attention_bias_type!r} with "
                 f"tp_size={self.tp_size} is not offered; 'no_bias' is accepted."
             )
-        if self.qkv_format == "thd":
+        if self.qkv_format == "thd" and inference_params is None:
             options = options._replace(lengths=with_longest("MultiheadAttention", options.lengths))
         arguments = (hidden_states, encoder_output, attention_mask, mask_type, window, rotary_pos_emb)
         self.check("MultiheadAttention", *arguments, options=options)
@@ -352,7 +352,9 @@ class MultiheadAttention(TensorParallelParts, OfAttention, ContextGroup, DeviceD
             both = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
             layout = (self.rotary_pos_interleaved, self.qkv_format)
             places: Any = (None, None)
-            if self.qkv_format == "thd":
+            if self.qkv_format == "thd" and step is not None:
+                places, step = (step[1].positions, step[1].positions), None
+            elif self.qkv_format == "thd":
                 places = positions_of(options.lengths, (q.shape[0], k.shape[0]))
             q, k = (rotated(t, freqs, *layout, one, step) for t, freqs, one in zip((q, k), both, places, strict=True))
         q, k = self._normed(q, k, before_rope=False)
@@ -388,9 +390,9 @@ class MultiheadAttention(TensorParallelParts, OfAttention, ContextGroup, DeviceD
     ) -> None:
         """Refuse what this module or a part of it would refuse, before anything changes; `layer` names the caller."""
         core: Any = self._modules["core_attention"]
-        inference, packed = options.inference, self.qkv_format == "thd"
+        inference, packed = options.inference, self.qkv_format == "thd" and options.inference is None
         first, core_heads = self._modules[self._first_name], self.num_attention_heads // self.tp_size
-        checks.check_input(first, hidden_states, self.hidden_size, "hidden_states", layer, packed)
+        checks.check_input(first, hidden_states, self.hidden_size, "hidden_states", layer, self.qkv_format == "thd")
         if (encoder_output is None) != (self.attention_type == "self"):
             wanted = "no encoder_output" if self.attention_type == "self" else "an encoder_output"
             raise ValueError(f"{layer}: attention_type={self.attention_type!r} takes {wanted}.")
@@ -412,7 +414,8 @@ class MultiheadAttention(TensorParallelParts, OfAttention, ContextGroup, DeviceD
             if not ours:
                 accepted = "a DotProductAttention is accepted"
                 raise TypeError(f"{layer}: inference_params with core_attention={core!r}; {accepted}.")
-            inference.check(layer, core, dtype, device, (shape[batch], shape[sequence]), mask, mask_type)
+            sizes = (1, shape[0]) if self.qkv_format == "thd" else (shape[batch], shape[sequence])
+            inference.check(layer, core, dtype, device, sizes, mask, mask_type)
         elif (
             encoder_output is angles is None
             and options is NO_OPTIONS
@@ -431,7 +434,7 @@ class MultiheadAttention(TensorParallelParts, OfAttention, ContextGroup, DeviceD
         lengths = (cu_seqlens.max_q, cu_seqlens.max_kv) if packed else (shape[sequence], source[sequence])
         count = cu_seqlens.q.shape[0] - 1 if packed else shape[batch]
         if inference is not None:
-            lengths = (max(inference.sequences.values()),) * 2
+            lengths, count = (max(inference.sequences.values()),) * 2, 1 if self.qkv_format == "thd" else count
         if angles is not None:
             checks.check_angles(layer, angles, lengths, self.channels, device)
         if ours:

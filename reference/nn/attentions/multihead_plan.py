@@ -201,7 +201,10 @@ def _called(
         of_q, of_k = map(angles_of, angles if isinstance(angles, tuple) else (angles, angles))
     if options.inference is not None:
         cached, step = options.inference.step_of(core, MASK_TYPES[mask_type][0] != "none", core_plan.window)
-        call = cached_call_of(core, core_plan, step, x)
+        call = cached_call_of(core, core_plan, cached, step, x, module.qkv_format)
+        if of_q is not None and module.qkv_format == "thd":
+            at: Any = step.positions
+            of_q, of_k = of_q.index_select(0, at), of_k.index_select(0, at)
     elif options is NO_OPTIONS and type(mask) is not tuple and core.softmax_type == "vanilla":
         hidden = full_mask(mask_type, mask)
         reads = NO_INPUTS if hidden is of_q is None else NoGradInputs(hidden, angles_q=of_q, angles_k=of_k)

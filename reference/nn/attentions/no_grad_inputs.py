@@ -47,6 +47,10 @@ class NoGradInputs(NamedTuple):
     step_rows: Tensor = None
     step_source: Tensor = None
     step_hidden: Tensor = None
+    step_page_table: Tensor = None
+    step_q_lengths: Tensor = None
+    step_kv_lengths: Tensor = None
+    step_q_starts: Tensor = None
 
     @staticmethod
     def of(reads: Any) -> "NoGradInputs":

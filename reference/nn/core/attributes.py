@@ -215,7 +215,7 @@ class OfSGD(WithSentences):
 
 
 class OfCache(WithSentences):
-    """Of InferenceParams. There are no pages."""
+    """Of InferenceParams."""
 
     max_batch_size: int
     input_qkv_format: str
@@ -224,8 +224,6 @@ class OfCache(WithSentences):
     _starts: list[int]
     _steps: list[int]
     cache_manager = Sentence("InferenceParams.cache has each layer's keys and values")
-    page_size: int | None = None
-    total_num_pages: int | None = None
 
     @property
     def output_qkv_format(self) -> str:

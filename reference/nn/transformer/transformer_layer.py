@@ -321,7 +321,7 @@ class TransformerLayer(TensorParallelParts, OfTransformerLayer, ContextGroup, De
         window = self.window_size if window_size is None else window_size
         cross_window = self.enc_dec_window_size if enc_dec_window_size is None else enc_dec_window_size
         cross = (encoder_output, enc_dec_attn_mask, cross_type, cross_window)
-        if self.attn_input_format == "thd":
+        if self.attn_input_format == "thd" and inference_params is None:
             sides = 2 if self.layer_type == "decoder" else 1
             options = options._replace(lengths=with_longest("TransformerLayer", options.lengths, sides))
         enc_dec = (enc_dec_attn_mask, enc_dec_attn_mask_type, enc_dec_window_size)

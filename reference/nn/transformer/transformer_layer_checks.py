@@ -82,6 +82,11 @@ def check_forward(
             "TransformerLayer: rotary_pos_emb with inference_params in a decoder is not offered, because its "
             "cross-attention has no cache that says where its queries are; one of them is accepted."
         )
+    if decodes and layer.attn_input_format == "thd" and options.inference is not None:
+        raise NotImplementedError(
+            "TransformerLayer: inference_params with attn_input_format='thd' in a decoder is not offered, because its "
+            "cross-attention needs lengths, which pre_step gives for self-attention; 'sbhd' and 'bshd' are accepted."
+        )
     if _checks(attention):
         names = ("attention_mask", "self_attn_mask_type", "window_size")
         of_self = options.of_self()

@@ -161,16 +161,18 @@ def test_the_first_cast_of_the_weights_can_be_kept() -> None:
 
 def test_the_pages_program_writes_what_it_would_without_a_cache() -> None:
     page = (Path(__file__).parents[3] / "docs" / "inference.md").read_text("utf-8")
-    program = re.search(r"```python\n(.*?)```", page, re.DOTALL)
-    assert program is not None
-    found: dict[str, Any] = {}
+    programs = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert len(programs) == 2
+    found: dict[str, Any] = {"__name__": "page"}
     torch.manual_seed(3)
-    exec(program[1], found)
+    exec("\n".join(programs), found)
     prompt = torch.randint(0, 256, (5, 3))
     text = found["write"](prompt, 20)
     assert len(text) == 25
     with torch.no_grad():
-        assert torch.equal(found["logits"](text)[4:-1].argmax(-1), text[5:])
+        assert torch.equal(found["model"](text)[4:-1].argmax(-1), text[5:])
+    (done,) = found["generator"].generate([prompt[:, 0].tolist()], 20)
+    assert done.tokens == text[5:, 0].tolist()
 
 
 def test_memory_is_allocated_once() -> None:
@@ -233,11 +235,14 @@ def test_attention_by_itself_needs_its_memory() -> None:
         ({"head_dim_v": 12}, "head_dim_v=12; None or a multiple of 8 from 8 to 256 is accepted"),
         ({"dtype": None}, "dtype=None; float32, bfloat16 and float16 are accepted"),
         ({"dtype": torch.float8_e4m3fn}, "dtype=torch.float8_e4m3fn; float32, "),
-        ({"is_paged": True}, "is_paged=True is not offered; False is accepted"),
-        ({"page_size": 64}, "page_size=64 is not offered; None is accepted"),
+        ({"is_paged": True}, "total_num_pages=None and page_size=None with is_paged=True; both are accepted with True"),
+        ({"page_size": 64}, "total_num_pages=None and page_size=64 with is_paged=False; both are accepted with True"),
+        ({"is_paged": 1}, "is_paged=1; True and False are accepted"),
+        ({"page_size": 0}, "page_size=0; None or an int from 1 "),
+        ({"qkv_format": "thd", "dtype": torch.float32}, "dtype=torch.float32 in pages, or with qkv_format='thd'; bf"),
         ({"custom_cache_manager": object}, "custom_cache_manager=<class 'object'> is not offered"),
         ({"max_ctx_len": 0}, "max_ctx_len=0; None or an int from 1 "),
-        ({"qkv_format": "thd"}, "qkv_format='thd'; one of "),
+        ({"qkv_format": "hd"}, "qkv_format='hd'; one of "),
     ],
 )
 def test_a_cache_that_is_refused(given: dict[str, Any], sentence: str) -> None:

@@ -1,0 +1,48 @@
+"""Cases of `token_weights`: integers by which tokens are drawn."""
+
+from collections.abc import Iterator
+from functools import partial
+from itertools import product
+
+import torch
+
+from optimized.recordings.calls import BF16, FP32, Call, Calls, Inputs
+from optimized.recordings.case import WIDE, Case, Outputs, numbers, short
+from reference.numbers import philox
+
+twin = torch.ops.twin
+
+
+def _weights(dtype: torch.dtype, tokens: int, device: torch.device) -> Outputs:
+    """Rows of all temperatures from 0 to 2."""
+    temperature = philox.uniform((40,), 0.0, 2.0, seed=251)
+    temperature[::8] = 0
+    return {"w": twin.token_weights(numbers((40, tokens), dtype, 252).to(device), temperature.to(device))}
+
+
+def cases() -> Iterator[Case]:
+    for dtype, tokens in product(WIDE, (257, 50304)):
+        run = partial(_weights, dtype, tokens)
+        yield Case("token_weights", f"{short(dtype)}, {tokens} tokens", run, live=True)  # not recorded yet
+
+
+def _call(c: Inputs, rows: int, cols: int, dtype: torch.dtype = BF16, special: bool = False, start: int = 0) -> Call:
+    temperature = c.positive(rows)
+    temperature[::3] = 0
+    return Call(twin.token_weights, (c.x(rows, cols, dtype=dtype, special=special, start=start), temperature))
+
+
+def calls(c: Inputs) -> Calls:
+    for dtype, cols, special in product(WIDE, (1, 33, 1500), (False, True)):
+        yield _call(c, 5, cols, dtype, special)
+    yield _call(c, 3, 64, start=1)
+    yield _call(c, 0, 64)
+    equal = c.zeros(4, 70)
+    yield Call(twin.token_weights, (equal, c.zeros(4)))
+    for value in (-torch.inf, torch.inf, torch.nan):
+        yield Call(twin.token_weights, (equal + value, c.positive(4)))
+
+
+def sized(c: Inputs, rows: int, cols: int) -> Calls:
+    for dtype in (BF16, FP32):
+        yield _call(c, rows, cols, dtype)

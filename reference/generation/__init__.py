@@ -1,0 +1,1 @@
+"""Text from a model: `generator.py`, `sampling.py`, `drafts.py`."""

@@ -1,0 +1,381 @@
+"""`Generator`: text from a model for many requests at a time, each with the words that it would get alone.
+
+    generator = te.Generator(model, max_batch_size=8, max_sequence_length=512)
+    for done in generator.generate([[1, 2, 3], [1, 2]], max_new_tokens=20, sampling=te.Sampling(0.8, top_p=0.9)):
+        print(done.tokens, done.logprobs)
+
+The way of a request:
+
+1. `add` puts it into the queue. A **request** is a prompt, a limit, a `Sampling` and tokens that end it.
+2. `step` admits requests in their order while there is a **slot** (max_batch_size sequences run at a time) and enough
+   **pages** are free. Where a sequence in the cache begins with the same tokens, a page of them at least, the new one
+   begins in its pages, and computes only what follows (`InferenceParams.share`; a page is copied before somebody writes
+   into it). Ended sequences stay in the cache as such prefixes, as long as nobody needs their pages.
+3. `step` packs what is new of all running sequences into one forward: a prompt that was just admitted, one token of
+   every other, and the tokens of a **draft**. `InferenceParams` (inference.py) says where they lie, and
+   `attended_in_pages` (inference_step.py) writes their keys and attends.
+4. Each sequence's last rows of logits give its next tokens (sampling.py), and `twin::cross_entropy`, the op of the
+   trainer's loss, their log-probabilities. Of a draft as many tokens are kept as are what would have been drawn anyway;
+   the keys of the others are cut off.
+5. If pages run out, prefixes that nobody uses go first, the oldest first; then drafts; then the sequence that was
+   admitted last is **evicted**: it gives up its pages, waits at the front of the queue, and is computed again from its
+   tokens.
+
+Why nobody else changes a word: a row of a product, a norm, an activation or a rotation is computed by itself; attention
+reads the keys of one sequence, in blocks of 128 from key 0, wherever they lie; a token is drawn by its sequence's own
+seed and length. So a text is a function of model, prompt and `Sampling`; the order of requests, slots, pages, drafts
+and evictions decide when it is there. Its log-probabilities are those of the trainer's forward of the whole text, bit
+for bit, in 16 bits and in FP8; a recipe whose scales depend on a step's tokens is refused.
+
+On a GPU a step is launched op by op, or from tapes; a step of one token as one CUDA graph for each batch size is not
+written yet. Random words are computed on the host. Pages of a multiple of 128 tokens are read where they lie, others
+are gathered in each step (`reference.ops.attentions.attention_paged`).
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+
+from reference.arguments import MASK_TYPES
+from reference.generation.drafts import prompt_lookup
+from reference.generation.sampling import Sampling, sample
+from reference.nn.attentions.dot_product_attention import DotProductAttention
+from reference.nn.attentions.inference import InferenceParams
+from reference.ops.library import twin
+from reference.state import autocast
+
+Forward = Callable[[torch.Tensor, InferenceParams], torch.Tensor]
+Draft = Callable[[Sequence[int], int], Sequence[int]]
+_NO_TARGET = -100
+
+
+class Token(NamedTuple):
+    """What a step has found: the next token of request `name`, its log-probability, and why it is the last, if it is.
+
+    `ended` is None, "stop" (it is one of the request's stop tokens) or "length".
+    """
+
+    name: int
+    token: int
+    logprob: float
+    ended: str | None
+
+
+class Completion(NamedTuple):
+    """The new tokens of a request, their log-probabilities, and why they end."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    ended: str
+
+
+@dataclass
+class _Request:
+    """A request, and `text`, its tokens so far: a prompt of `first` tokens and what was found."""
+
+    name: int
+    text: list[int]
+    limit: int
+    sampling: Sampling
+    stop: frozenset[int]
+    first: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.first = len(self.text)
+
+    @property
+    def left(self) -> int:
+        """How many tokens it may still get."""
+        return self.first + self.limit - len(self.text)
+
+
+def _common(a: Sequence[int], b: Sequence[int]) -> int:
+    """With how many equal tokens two texts begin."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+class Generator:
+    """Continuous batching over a paged cache, with words that do not depend on the batch (see the module's docstring).
+
+    Args:
+        model: in eval mode; all of its attention is causal self-attention of this package's layers, each with a
+            `layer_number` of its own.
+        forward: `(tokens, cache) -> logits`. tokens are int64 `[t, 1]`, or `[1, t]` where the layers are "bshd"; logits
+            have another dimension V, in fp32, bf16 or fp16. The layers get `inference_params=cache`; `cache.positions`
+            are the tokens' places in their sequences. None is `model(tokens, inference_params=cache)`, or for a
+            Hugging Face model that `te.convert(model, blocks=True)` has changed its own forward.
+        max_batch_size: sequences that run at a time.
+        max_sequence_length: of a prompt and its new tokens together.
+        page_size, total_num_pages: of the cache; None is as many pages as max_batch_size sequences can fill.
+        dtype: of the cache; None is that of the model's parameters if it has 16 bits, else bf16.
+        bos: a token that every text begins with, so that a prompt may be empty; or None.
+        draft_tokens: how many tokens of a draft a step tries at most; 0 tries none.
+        draft: `(text, count) -> tokens`, up to count of them that may follow; by default `drafts.prompt_lookup`.
+
+    Attributes:
+        cache: the `InferenceParams`.
+        waiting, running: requests by their state.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        forward: Forward | None = None,
+        *,
+        max_batch_size: int = 8,
+        max_sequence_length: int = 2048,
+        page_size: int = 128,
+        total_num_pages: int | None = None,
+        dtype: torch.dtype | None = None,
+        bos: int | None = None,
+        draft_tokens: int = 0,
+        draft: Draft = prompt_lookup,
+    ) -> None:
+        cores = [module for module in model.modules() if isinstance(module, DotProductAttention)]
+        kinds = {
+            (c.num_gqa_groups, c.hidden_size_per_attention_head_k, c.hidden_size_per_attention_head_v) for c in cores
+        }
+        if len(kinds) != 1 or any(MASK_TYPES[c.attn_mask_type][0] == "none" for c in cores):
+            raise ValueError(
+                f"Generator: model has {len(cores)} layers of attention, of {len(kinds)} kinds (key heads, channels of "
+                f"keys and of values) and the mask types {sorted({c.attn_mask_type for c in cores})}; one kind and "
+                f"causal types are accepted (Hugging Face's models get them by te.convert(model, blocks=True))."
+            )
+        parameter = next(model.parameters())
+        heads, k, v = kinds.pop()
+        wide = dtype or (torch.bfloat16 if parameter.dtype == torch.float32 else parameter.dtype)
+        pages = total_num_pages or max_batch_size * -(-max_sequence_length // page_size)
+        self.model, self.draft_tokens, self.draft, self.bos = model, draft_tokens, draft, bos
+        self.cache = InferenceParams(
+            max_batch_size,
+            max_sequence_length,
+            heads,
+            k,
+            wide,
+            v,
+            is_paged=True,
+            total_num_pages=pages,
+            page_size=page_size,
+            qkv_format="thd",
+            device=parameter.device,
+        )
+        self._forward = forward or self._forward_of_model
+        self._batch_first = cores[0].qkv_format == "bshd"
+        self.waiting: deque[_Request] = deque()
+        self.running: dict[int, _Request] = {}
+        self._kept: dict[tuple[str, int], list[int]] = {}  # prefixes of sequences that have ended, the oldest first
+        self._count = 0
+
+    def _forward_of_model(self, tokens: torch.Tensor, cache: InferenceParams) -> torch.Tensor:
+        if not hasattr(self.model, "prepare_inputs_for_generation"):  # as Hugging Face's models have it
+            return self.model(tokens, inference_params=cache)  # type: ignore[no-any-return]
+        where = {"position_ids": cache.positions[None], "use_cache": False}
+        return self.model(input_ids=tokens, inference_params=cache, **where).logits  # type: ignore[no-any-return]
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request is not done."""
+        return bool(self.waiting or self.running)
+
+    def add(
+        self,
+        prompt: Iterable[int],
+        max_new_tokens: int = 16,
+        sampling: Sampling | None = None,
+        stop: Iterable[int] = (),
+    ) -> int:
+        """Put a request into the queue; its name.
+
+        Args:
+            prompt: tokens; without a `bos` one at least.
+            max_new_tokens: it ends after so many.
+            sampling: None takes the likeliest tokens.
+            stop: it ends after one of these.
+        """
+        request = self._request(prompt, max_new_tokens, sampling, stop)
+        self.waiting.append(request)
+        return request.name
+
+    def _request(self, prompt: Iterable[int], limit: int, sampling: Sampling | None, stop: Iterable[int]) -> _Request:
+        """A request under a new name, which is not in the queue yet."""
+        text = [*([] if self.bos is None else [self.bos]), *map(int, prompt)]
+        if not text:
+            raise ValueError("Generator.add: prompt is empty; a token is accepted, or a Generator with bos.")
+        most = min(self.cache.max_sequence_length, self._pages.count * self._pages.size)
+        if limit < 1 or len(text) + limit > most:
+            raise ValueError(
+                f"Generator.add: a text of {len(text)} tokens with max_new_tokens={limit}; 1 or more are accepted, and "
+                f"together {most} (max_sequence_length, and what all pages hold)."
+            )
+        self._count += 1
+        return _Request(self._count, text, limit, sampling or Sampling(), frozenset(map(int, stop)))
+
+    def generate(
+        self,
+        prompts: Iterable[Iterable[int]],
+        max_new_tokens: int = 16,
+        sampling: Sampling | Sequence[Sampling] | None = None,
+        stop: Iterable[int] = (),
+    ) -> list[Completion]:
+        """Add requests, step until all are done, and return what each has got, in the order of the prompts.
+
+        Args:
+            sampling: of all, or one for each prompt. The rest is as in `add`.
+        """
+        if self.busy:
+            raise RuntimeError(
+                "Generator.generate: other requests are not done; step() until busy is False is accepted."
+            )
+        every, stop = list(prompts), list(stop)
+        each = [sampling] * len(every) if sampling is None or isinstance(sampling, Sampling) else list(sampling)
+        requests = [self._request(x, max_new_tokens, one, stop) for x, one in zip(every, each, strict=True)]
+        self.waiting.extend(requests)
+        found: dict[int, list[Token]] = {one.name: [] for one in requests}
+        while self.busy:
+            for token in self.step():
+                found[token.name].append(token)
+        return [
+            Completion([x.token for x in tokens], [x.logprob for x in tokens], tokens[-1].ended or "")
+            for tokens in found.values()
+        ]
+
+    def evict(self, name: int) -> None:
+        """Let a running request give up its pages and wait at the front of the queue; no word of its text changes."""
+        self.waiting.appendleft(self.running.pop(name))
+        if name in self._pages.lengths:
+            self.cache.drop(name)
+
+    # --- a step --------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self) -> list[Token]:
+        """Admit requests, run one forward, and return the tokens that it has found; nothing without requests.
+
+        After an error all requests wait again, with what they have.
+        """
+        state = autocast.current()
+        recipe: Any = getattr(vars(self.model).get("forward"), "recipe", None)  # te.convert's, where none is open
+        recipe = state.recipe if state.enabled else recipe
+        if self.model.training or (recipe is not None and recipe.sees_other_tokens):
+            what = f"the recipe {type(recipe).__name__}" if not self.model.training else "model.training=True"
+            raise ValueError(
+                f"Generator: {what}, in which a token depends on others or on chance; model.eval() is accepted, with a "
+                f"recipe whose scales do not depend on a step's tokens."
+            )
+        try:
+            self._admit()
+            drafts = {name: self._drafted(one) for name, one in self.running.items()}
+            self._make_room(drafts)
+            return self._found(drafts) if self.running else []
+        except BaseException:
+            for name in list(self.running)[::-1]:
+                self.waiting.appendleft(self.running.pop(name))
+            self._kept.clear()
+            self.cache.reset()
+            raise
+
+    @property
+    def _pages(self) -> Any:
+        return self.cache.pages
+
+    def _new(self, request: _Request) -> list[int]:
+        """Tokens of a request that are not in the cache."""
+        return request.text[self._pages.lengths.get(request.name, 0) :]
+
+    def _fits(self, extra: dict[int, list[int]]) -> bool:
+        """Whether pages suffice for a step of all running requests with `extra` tokens; prefixes may go for it."""
+        steps = {name: len(self._new(one)) + len(extra.get(name, ())) for name, one in self.running.items()}
+        while self._pages.needed(steps) > len(self._pages.free):
+            if not self._kept:
+                return False
+            oldest = next(iter(self._kept))
+            del self._kept[oldest]
+            self.cache.drop(oldest)
+        return True
+
+    def _admit(self) -> None:
+        while self.waiting and len(self.running) < self.cache.max_batch_size:
+            one = self.waiting[0]
+            source, tokens = self._prefix(one.text)
+            if any(_common(one.text[:-1], r.text) >= tokens + self._pages.size for r in self.running.values()):
+                return  # this step computes more of its prefix, so the next one need not
+            if tokens:
+                self.cache.share(one.name, source, tokens)
+            self.running[one.name] = one
+            if not self._fits({}):
+                self.running.pop(one.name)
+                if tokens:
+                    self.cache.drop(one.name)
+                return
+            self.waiting.popleft()
+
+    def _prefix(self, text: list[int]) -> tuple[Any, int]:
+        """The sequence in the cache that begins like a text, and with how many tokens: a page at least, or 0."""
+        texts: dict[Any, list[int]] = {**self._kept, **{name: r.text for name, r in self.running.items()}}
+        best: tuple[Any, int] = (None, 0)
+        for name, length in self._pages.lengths.items():
+            tokens = _common(text[:-1], texts[name][:length])
+            if tokens >= max(self._pages.size, best[1] + 1):
+                best = (name, tokens)
+        return best
+
+    def _drafted(self, request: _Request) -> list[int]:
+        """A draft of a request whose prompt is in the cache, for tokens that it may still get beside the next one."""
+        count = min(self.draft_tokens, request.left - 1)
+        if count < 1 or len(self._new(request)) > 1:
+            return []
+        return [int(token) for token in self.draft(request.text, count)][:count]
+
+    def _make_room(self, drafts: dict[int, list[int]]) -> None:
+        if self._fits(drafts):
+            return
+        drafts.update({name: [] for name in drafts})
+        while not self._fits(drafts):
+            self.evict(next(reversed(self.running)))
+
+    def _found(self, drafts: dict[int, list[int]]) -> list[Token]:
+        """Run the forward of all running requests and their drafts, and draw."""
+        running = list(self.running.values())
+        new = [self._new(one) + drafts[one.name] for one in running]
+        self.cache.pre_step({one.name: len(tokens) for one, tokens in zip(running, new, strict=True)})
+        tokens = torch.tensor([x for one in new for x in one], dtype=torch.int64, device=self.cache.device)
+        logits = self._forward(tokens[None] if self._batch_first else tokens[:, None], self.cache)
+        logits = logits.reshape(len(tokens), -1)
+
+        ends = accumulate(map(len, new))
+        counts = [1 + len(drafts[one.name]) for one in running]
+        rows = [end - n + i for end, n in zip(ends, counts, strict=True) for i in range(n)]
+        logits = logits.index_select(0, torch.tensor(rows, device=logits.device))
+        settings = [one.sampling for one, n in zip(running, counts, strict=True) for _ in range(n)]
+        positions = [len(one.text) + i for one, n in zip(running, counts, strict=True) for i in range(n)]
+        chosen = sample(logits, settings, positions)
+        losses, _, _ = twin.cross_entropy(logits, chosen, _NO_TARGET, 0.0)
+        pairs = iter(zip(chosen.tolist(), (-losses).tolist(), strict=True))
+        return [
+            x
+            for one, n in zip(running, counts, strict=True)
+            for x in self._taken(one, drafts, [next(pairs) for _ in range(n)])
+        ]
+
+    def _taken(self, one: _Request, drafts: dict[int, list[int]], pairs: list[tuple[int, float]]) -> list[Token]:
+        """Add to a request's text the next token, and those after it as far as the draft was right."""
+        found: list[Token] = []
+        for i, (token, logprob) in enumerate(pairs):
+            one.text.append(token)
+            ended = "stop" if token in one.stop else "length" if one.left == 0 else None
+            found.append(Token(one.name, token, logprob, ended))
+            if ended or i + 1 == len(pairs) or drafts[one.name][i] != token:
+                break
+        if len(found) < len(pairs):
+            self.cache.cut(one.name, len(one.text) - 1)
+        if found[-1].ended:
+            kept = ("kept", one.name)
+            self.cache.share(kept, one.name, len(one.text) - 1)
+            self._kept[kept] = one.text
+            self.cache.drop(one.name)
+            del self.running[one.name]
+        return found

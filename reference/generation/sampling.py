@@ -1,0 +1,97 @@
+"""The next token of a sequence: drawn from its logits by its own random numbers, the same on every device.
+
+Of a sequence that has n tokens, logits x `[V]` and a `Sampling` (temperature T, top_k, top_p, seed):
+
+    w      = twin::token_weights(x, T)         integers, about 2^30 · exp((x - max x) / T); T = 0: the first largest x
+    order    larger w first; of equal ones the token with the lower number first
+    top_k    only the first top_k tokens in this order stay; 0 is all
+    top_p    of these, token i of the order stays where the sum before it is < top_p · (sum of all of them); 1 is all
+    u      = word / 2^32                       word 0 of Philox4x32 with the key `seed` and the counter (n, 0)
+    token  = the first, by number, at which the sum of w up to it (tokens that stay) is > u · (sum of all that stay)
+
+Sums are integers below 2^53, so their order means nothing. top_p · sum and u · sum are float64 products, rounded once.
+So a token depends on x, the settings and n alone: not on the batch, on when the sequence was admitted, or on what was
+drawn before it. Two sequences with one seed and one text continue alike: give every sequence a seed of its own.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from reference.numbers import philox
+from reference.ops.library import twin
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn; by default the likeliest one is taken.
+
+    Args:
+        temperature: divides logits; 0 takes the first largest one.
+        top_k: so many of the likeliest tokens can be drawn; 0 is all.
+        top_p: those can be drawn which are the likeliest ones of this share of the probability; 1 is all.
+        seed: of the sequence's random numbers, 0 to 2^64 - 1.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        def check(name: str, types: Any, low: float, high: float, text: str) -> None:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, types) or not low <= value <= high:
+                raise ValueError(f"Sampling: {name}={value!r}; {text} is accepted.")
+
+        check("temperature", (int, float), 0, 1e30, "a number from 0 to 1e30")
+        check("top_k", int, 0, 2**62, "an int from 0 (all tokens) on")
+        check("top_p", (int, float), 0, 1, "a number from 0 to 1 (all tokens)")
+        check("seed", int, 0, 2**64 - 1, "an int from 0 to 2^64 - 1")
+
+    @property
+    def sorts(self) -> bool:
+        """Whether some tokens cannot be drawn, so that the order of all is needed."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1)
+
+
+def uniform(seeds: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
+    """u, float64 `[rows]` on the CPU: of each row's seed and its sequence's length."""
+    words = [int(philox.element_words(seed, at, 1)[0][0]) for seed, at in zip(seeds, positions, strict=True)]
+    return torch.from_numpy(np.array(words, np.float64) * 2.0**-32)
+
+
+def kept(weights: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """Weights int32 `[rows, V]`, +0 where a token cannot be drawn; top_k int64 `[rows]`, top_p float64 `[rows]`."""
+    values, tokens = weights.sort(dim=1, descending=True, stable=True)
+    first = torch.arange(weights.shape[1], device=weights.device) < torch.where(top_k > 0, top_k, 2**62)[:, None]
+    values = values * first
+    upto = values.cumsum(1, dtype=torch.int64)
+    stays = (upto - values).double() < (top_p * upto[:, -1].double())[:, None]
+    stays[:, 0] = True
+    return torch.zeros_like(weights).scatter_(1, tokens, values * stays)
+
+
+def drawn(weights: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+    """Tokens int64 `[rows]` of weights int32 `[rows, V]` and u float64 `[rows]`."""
+    upto = weights.cumsum(1, dtype=torch.int64).double()
+    return torch.searchsorted(upto, (upto[:, -1] * u)[:, None], right=True)[:, 0]
+
+
+def sample(logits: torch.Tensor, settings: Sequence[Sampling], positions: Sequence[int]) -> torch.Tensor:
+    """Tokens int64 `[rows]` that follow on sequences of `positions` tokens, from logits `[rows, V]`; contiguous."""
+    device = logits.device
+
+    def column(values: Any, dtype: torch.dtype) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype, device="cpu").to(device)
+
+    weights = twin.token_weights(logits, column([one.temperature for one in settings], torch.float32))
+    if sorts := [row for row, one in enumerate(settings) if one.sorts]:
+        limits = [settings[row] for row in sorts]
+        rows = column(sorts, torch.int64)
+        top_k, top_p = column([x.top_k for x in limits], torch.int64), column([x.top_p for x in limits], torch.float64)
+        weights.index_copy_(0, rows, kept(weights.index_select(0, rows), top_k, top_p))
+    return drawn(weights, uniform([one.seed for one in settings], positions).to(device))

@@ -1,0 +1,98 @@
+"""Which pages of a cache each sequence has: a page table on the host.
+
+A page is a place for `size` neighbouring tokens in the cache of every layer. A sequence of n tokens has ceil(n / size)
+of them, in the order of its tokens. Sequences that begin with the same tokens may have the same pages (`share`); before
+a sequence writes into a page that others have, it gets a copy of its own (`extend` says which pages to copy).
+"""
+
+from collections.abc import Hashable, Iterable, Mapping
+
+
+class Pages:
+    """Sequences by name, each with its length and its pages.
+
+    Args:
+        count: pages that there are.
+        size: tokens of a page.
+
+    Attributes:
+        of: the pages of each sequence.
+        lengths: its tokens.
+        free: pages that nobody has.
+    """
+
+    def __init__(self, count: int, size: int) -> None:
+        self.count, self.size = count, size
+        self.reset()
+
+    def reset(self) -> None:
+        """Nobody has a page."""
+        self.of: dict[Hashable, list[int]] = {}
+        self.lengths: dict[Hashable, int] = {}
+        self.free = list(range(self.count))[::-1]
+        self._owners = [0] * self.count
+
+    def needed(self, steps: Mapping[Hashable, int], ended: Iterable[Hashable] = ()) -> int:
+        """How many free pages `extend` takes for these new tokens, after `drop` of those that have ended."""
+        owners = list(self._owners)
+        for name in ended:
+            for page in self.of[name]:
+                owners[page] -= 1
+        found = 0
+        for name, new in steps.items():
+            length, pages = self.lengths.get(name, 0), self.of.get(name, [])
+            found += -(-(length + new) // self.size) - len(pages)
+            if new and length % self.size and owners[pages[-1]] > 1:
+                owners[pages[-1]] -= 1
+                found += 1
+        return found - sum(before > 0 and now == 0 for before, now in zip(self._owners, owners, strict=True))
+
+    def extend(self, name: Hashable, new: int) -> list[tuple[int, int]]:
+        """Make room for new tokens of a sequence, which begins with them if there is none; pages to copy, from and to.
+
+        As many pages must be free as `needed` says.
+        """
+        pages, length = self.of.setdefault(name, []), self.lengths.get(name, 0)
+        copies = []
+        if new and length % self.size and self._owners[pages[-1]] > 1:
+            copies.append((pages[-1], self.free[-1]))
+            self._owners[pages[-1]] -= 1
+            pages[-1] = self._take()
+        self.lengths[name] = length + new
+        while len(pages) * self.size < length + new:
+            pages.append(self._take())
+        return copies
+
+    def share(self, name: Hashable, source: Hashable, tokens: int) -> None:
+        """Begin a sequence with the first tokens of another one, in its pages."""
+        pages = self.of[source][: -(-tokens // self.size)]
+        for page in pages:
+            self._owners[page] += 1
+        self.of[name], self.lengths[name] = pages, tokens
+
+    def cut(self, name: Hashable, tokens: int) -> None:
+        """Forget a sequence's tokens after so many."""
+        kept = -(-tokens // self.size)
+        self._release(self.of[name][kept:])
+        self.of[name], self.lengths[name] = self.of[name][:kept], tokens
+
+    def drop(self, name: Hashable) -> None:
+        """Forget a sequence."""
+        self._release(self.of.pop(name))
+        del self.lengths[name]
+
+    def rows(self, name: Hashable, start: int) -> list[int]:
+        """Rows of a cache `[count · size]` in which a sequence's tokens from `start` on lie."""
+        pages, size = self.of[name], self.size
+        return [pages[i // size] * size + i % size for i in range(start, self.lengths[name])]
+
+    def _take(self) -> int:
+        page = self.free.pop()
+        self._owners[page] = 1
+        return page
+
+    def _release(self, pages: list[int]) -> None:
+        for page in pages:
+            self._owners[page] -= 1
+            if self._owners[page] == 0:
+                self.free.append(page)
