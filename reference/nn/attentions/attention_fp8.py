@@ -18,7 +18,7 @@ import torch
 
 from reference.checkpoints import checkpoint_format, transformer_engine_state
 from reference.memory.recompute import Run, current_run
-from reference.nn.attentions.exact_attention import CorePlan
+from reference.nn.attentions.exact_attention import Equation
 from reference.nn.attentions.heads import dense_rows
 from reference.nn.core.compiled import before
 from reference.nn.core.context import BlockContext
@@ -42,13 +42,13 @@ class Plan(NamedTuple):
 
     Attributes:
         needs: which gradients are wanted: q, k, v.
-        core: how to attend.
+        equation: how to attend.
         gemms: the key of the quantizers.
         sequence_first: whether tensors are `[s, b, h, d]`; otherwise `[b, s, h, d]`.
     """
 
     needs: tuple[bool, ...]
-    core: CorePlan
+    equation: Equation
     gemms: Hashable
     sequence_first: bool
 
@@ -114,11 +114,11 @@ def forward(
     state_before = before(state)
     scales: Any = ()
     if seen_t is None:
-        out, m, inv = twin.attention(*codes, *plan.core.options(mask, state))
+        out, m, inv = twin.attention(*codes, *plan.equation.options(mask, state))
     else:
         scales = (queries.scales, keys.scales, seen.scales)
         operands = (*of_qk, seen_t.codes, *scales)
-        out, m, inv = twin.attention_fp8(*operands, *plan.core.options(mask, state).of_fp8, q.dtype)
+        out, m, inv = twin.attention_fp8(*operands, *plan.equation.options(mask, state).of_fp8, q.dtype)
     # A view must not be returned.
     return torch.ops.aten._unsafe_view(plan.in_order(out), q.shape), Saved(*codes, scales, out, m, inv, state_before)
 
@@ -127,7 +127,7 @@ def backward(plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor
     """dq, dk, dv."""
     q, k, v, scales, *results, state_before = saved
     op = twin.attention_fp8_backward if scales else twin.attention_backward
-    options = plan.core.options(context.reads[0], state_before).of_fp8
+    options = plan.equation.options(context.reads[0], state_before).of_fp8
     operands = (q, k, v, *scales, *results)
     return tuple([plan.in_order(x) for x in op(plan.heads_first(dense_rows(grad)), *operands, *options)])
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from reference.arguments import MASK_TYPES
-from reference.nn.attentions.exact_attention import CorePlan
+from reference.nn.attentions.exact_attention import Equation
 from reference.ops.library import twin
 
 
@@ -54,8 +54,8 @@ def turned(cached: Cached, step: StepTensors, x: torch.Tensor, angles: torch.Ten
 
 
 def entered(
-    cached: Cached, step: StepTensors, core: CorePlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-) -> tuple[CorePlan, torch.Tensor | None, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    cached: Cached, step: StepTensors, equation: Equation, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> tuple[Equation, torch.Tensor | None, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Copy k and v to the cache; how to attend now, the mask, and the q, k and v that attention reads.
 
     All are [b, heads, s, d]. With one token of each sequence, the queries that share a head of keys become the rows of
@@ -71,11 +71,11 @@ def entered(
         cache.view(-1, *cache.shape[2:]).index_copy_(0, step.rows, tokens)
     keys, values = (cache[: q.shape[0], : cached.keys].transpose(1, 2) for cache in (step.keys, step.values))
     if cached.layout == "equal":
-        causal = MASK_TYPES[core.mask_type][0] != "none"
-        return core._replace(mask_type="causal_bottom_right" if causal else "no_mask"), None, (q, keys, values)
-    if cached.layout == "one" and core.softmax == "vanilla":  # a sink belongs to one head of queries
+        causal = MASK_TYPES[equation.mask_type][0] != "none"
+        return equation._replace(mask_type="causal_bottom_right" if causal else "no_mask"), None, (q, keys, values)
+    if cached.layout == "one" and equation.softmax == "vanilla":  # a sink belongs to one head of queries
         q = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])
-    return core._replace(mask_type="no_mask", window=(-1, -1)), step.hidden, (q, keys, values)
+    return equation._replace(mask_type="no_mask", window=(-1, -1)), step.hidden, (q, keys, values)
 
 
 class _End(torch.autograd.Function):
