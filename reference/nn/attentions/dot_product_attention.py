@@ -39,8 +39,8 @@ from reference.nn.core.checks import (
     window_of,
 )
 from reference.nn.core.context import BlockContext
+from reference.nn.core.context_parallel import ContextGroup
 from reference.nn.core.dropout import Generator
-from reference.nn.core.one_rank import ContextGroup
 from reference.ops.attentions.attention_bias import default_slopes
 from reference.recipes.quantized import as_dtype
 from reference.support.notice import say_once

@@ -25,7 +25,7 @@ from reference.nn.core import checks
 from reference.nn.core.attributes import OfAttention
 from reference.nn.core.autograd import differentiable, wanted
 from reference.nn.core.context import BlockContext
-from reference.nn.core.one_rank import ContextGroup
+from reference.nn.core.context_parallel import ContextGroup
 from reference.nn.core.parameters import DeviceDefault, InitMethod
 from reference.nn.core.tensor_parallel import TensorParallelParts
 from reference.nn.layers.layernorm import head_norms

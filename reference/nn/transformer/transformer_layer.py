@@ -32,8 +32,8 @@ from reference.nn.attentions.multihead_attention import MultiheadAttention
 from reference.nn.core import checks
 from reference.nn.core.attributes import OfTransformerLayer
 from reference.nn.core.autograd import rounded_gradient
+from reference.nn.core.context_parallel import ContextGroup
 from reference.nn.core.dropout import DropPath, Generator, bias_dropout_add
-from reference.nn.core.one_rank import ContextGroup
 from reference.nn.core.parameters import DeviceDefault, InitMethod
 from reference.nn.core.tensor_parallel import TensorParallelParts
 from reference.nn.layers.layernorm import LayerNorm, RMSNorm
