@@ -1,4 +1,5 @@
-// cat_cast_transpose_dbias: cast_transpose.cu with DBIAS, of a matrix whose columns lie in up to three tensors (side_by_side.cuh).
+// cat_cast_transpose_dbias: cast_transpose.cu with DBIAS, of a matrix whose columns lie in up to three tensors
+// (side_by_side.cuh).
 #include "cast_transpose.cuh"
 #include "side_by_side.cuh"
 #include "ptx/grid.cuh"
