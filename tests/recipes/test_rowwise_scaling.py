@@ -247,6 +247,7 @@ def test_the_activation_dtype_may_change_from_step_to_step() -> None:
         assert (layer.weight.grad - wanted).abs().max() <= 2**-7 * wanted.abs().max()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_a_compiled_layer_has_the_bits(recipe: Any) -> None:
