@@ -116,11 +116,41 @@ def mutation(payload: Payload) -> list[Table]:
     return [Table("Mutants", ("command", "drawn", "killed", "survived"), (row,), how, note)]
 
 
+def house(payload: Payload) -> list[Table]:
+    """What a change costs in this tree, and what it cost before its rooms."""
+    before, now = payload["before"], payload["now"]
+
+    def row(what: str, number: Callable[[Payload], Any]) -> tuple[str, ...]:
+        return (what, *(f"{number(tree):,}" for tree in (before, now)))
+
+    rows = [
+        row("files of code that a new op touches, median", lambda tree: tree["op"]["files"]),
+        row("of these not its own", lambda tree: tree["op"]["others"]),
+        row("Python calls of a TransformerLayer before its first op", lambda tree: tree["before_first_op"]["calls"]),
+        row("of these reads of what a thread holds", lambda tree: tree["before_first_op"]["asked"]),
+        row("circles of modules", lambda tree: len(tree["circles"])),
+        row("lines of source", lambda tree: sum(tree["lines"]["source"].values())),
+        row("lines of tests", lambda tree: sum(tree["lines"]["tests"].values())),
+    ]
+    recipes = [
+        f"{name}'s commits touched {found['files']} files of code, {found['other_source']} of source and "
+        f"{found['other_tests']} of tests not its own."
+        for name, found in payload["recipes"].items()
+    ]
+    suite = payload.get("suite")
+    took = [] if suite is None else [f"The fast suite took {suite['seconds']} s on {suite['cores']} cores."]
+    how = "Counted from the files and the history: what a change costs, and how large the tree is."
+    note = " ".join([*recipes, *took, f"`{payload['command']}`, {payload['provenance']['date'][:10]}."])
+    columns = ("", f"before the rooms ({payload['before_commit']})", "now")
+    return [Table("The tree", columns, tuple(rows), how, note)]
+
+
 BUILDERS: dict[str, Callable[[Payload], list[Table]]] = {
     **{module.NAME: module.tables for module in BENCHMARKS},
     "parity": parity,
     "gpu_suite": gpu_suite,
     "mutation": mutation,
+    "house": house,
     "transformer_engine": transformer_engine,
 }
 DETAILS = {  # more tables of a result, for docs/results.md
@@ -138,7 +168,7 @@ GROUPS = {
         *("stats", "decode", "first_step"),
     ),
     "Training": ("single_gpu", "training", "train", "seeds", "trainer"),
-    "How it was tested": ("parity", "transformer_engine", "gpu_suite", "mutation"),
+    "How it was tested": ("parity", "transformer_engine", "gpu_suite", "mutation", "house"),
 }
 PICTURES = {  # of a group, above its tables
     "Attention": "![Bars show TFLOP/s by sequence, forward and backward: exact attention and cuDNN's](attention.png)"

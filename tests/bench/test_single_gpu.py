@@ -44,7 +44,7 @@ def gradients(training: Training) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("setting", [BASE, FP8], ids=["fp32", "FP8"])
 def test_recomputed_gradients_have_the_same_bits(setting: Setting) -> None:
-    (plain, losses), (again, others) = (trained(replace(setting, recompute=one), steps=2) for one in (False, True))
+    (plain, losses), (again, others) = (trained(replace(setting, recompute=one), steps=1) for one in (False, True))
     for a, b in zip([*losses, *gradients(plain)], [*others, *gradients(again)], strict=True):
         assert_same_bits(a, b)
 

@@ -321,14 +321,14 @@ def test_one_step_at_a_time_and_of_ours(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_what_is_compiled_runs_in_eager_mode(tmp_path: Path) -> None:
-    model = made("LayerNormMLP")
+    model = made("Linear")
     compiled = torch.compile(model, backend="aot_eager")
     step(compiled, given(), RECIPES["delayed"])
     with te.record(model, tmp_path / "a"):
         step(compiled, given(), RECIPES["delayed"])
     recording, result = replayed(tmp_path / "a")
     assert result.equal
-    assert {"twin::norm_cast_transpose", "twin::gemm_fp8_activation_backward"} <= {op.name for op in recording.ops}
+    assert {"twin::cast_transpose", "twin::gemm_fp8"} <= {op.name for op in recording.ops}
 
 
 def test_a_cuda_graph_is_refused(tmp_path: Path) -> None:

@@ -173,7 +173,7 @@ def test_nothing_to_add_is_plus_zero(m, n):
         assert (out.view(torch.int32) == 0).all()
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("kind", inputs.KINDS)
 def test_many_products_in_one_call(kind, threads):

@@ -98,6 +98,7 @@ CONTRACT = "docs/numerics.md"
 ASKED = {
     "tests/ops/test_ops.py": (
         "test_a_call_gives_the_same_twice_and_changes_what_it_says[toy-4]",
+        "test_a_compiler_may_trace_it[toy]",
         "test_cuda_gives_the_words_of_the_cpu[toy]",
         "test_nothing_gives_no_nan[toy]",
         "test_every_file_of_ops_is_in_the_contract",

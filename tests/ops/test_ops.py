@@ -14,6 +14,7 @@ import optimized  # noqa: F401  (registers the CUDA kernels)
 from optimized import measure
 from optimized.recordings import cases
 from optimized.recordings.calls import Call
+from optimized.recordings.case import FP8
 from reference.inspect.recorded_step.ops import tensors_of
 from reference.ops import library
 
@@ -57,6 +58,24 @@ def test_a_call_gives_the_same_twice_and_changes_what_it_says(name: str, every: 
                     assert_same_bits(a, b, f"{call.name} changed argument {i}")
         for a, b in zip(tensors_of(told), tensors_of(results), strict=True):
             assert (a.shape, a.dtype) == (b.shape, b.dtype), call.name
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_a_compiler_may_trace_it(name: str) -> None:
+    """PyTorch's own checks of an op, one small call of each: its schema, its fake, and sizes that are symbols."""
+    small: dict[str, Call] = {}
+    for call in sorted(drawn(name), key=lambda call: sum(x.numel() for x in tensors_of(call.args))):
+        if all(x.numel() for x in tensors_of(call.args)):
+            small.setdefault(call.name, call)
+    for op, call in small.items():
+        given = list(tensors_of(call.args))
+        for x in given:  # NaN is not close to NaN
+            if x.dtype in (torch.bfloat16, torch.float16, torch.float32):
+                x.nan_to_num_(1.0, 2.0, -2.0)
+        tests = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+        if not any(x.dtype in FP8 for x in given):  # such a number cannot be multiplied, as that test does
+            tests.append("test_schema")
+        torch.library.opcheck(getattr(torch.ops.twin, op).default, call.args, test_utils=tests)
 
 
 @pytest.mark.gpu

@@ -140,9 +140,7 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
-@pytest.mark.parametrize(
-    "world", [2, 3, pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("world", [3, *(pytest.param(world, marks=pytest.mark.slow) for world in (2, 4, 8))])
 def test_ranks_have_the_words_of_one_process(world: int, tmp_path: Path) -> None:
     ranks(worker, (world, free_port(), str(tmp_path)), world)
     once = {(unused, dtype): expected(dtype, unused) for unused in (False, True) for dtype in (F32, BF16)}

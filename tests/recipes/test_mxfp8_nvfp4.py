@@ -1,4 +1,4 @@
-"""`MXFP8BlockScaling` and `NVFP4BlockScaling`: layers written out by hand, refusals, repetition, a GPT that learns."""
+"""`MXFP8BlockScaling` and `NVFP4BlockScaling`: layers written out by hand, refusals, repetition."""
 
 import copy
 from collections.abc import Callable
@@ -9,9 +9,6 @@ import torch
 from shared.bits import assert_same_bits
 
 import reference as te
-from optimized.training.corpus import read
-from optimized.training.settings import Settings
-from optimized.training.trainer import Trainer
 from reference.numbers import block_formats, formats, philox
 from reference.ops import library
 from reference.recipe import Float8CurrentScaling, Format, MXFP8BlockScaling, NVFP4BlockScaling, by_layer
@@ -375,26 +372,3 @@ def test_squares_are_one_weight_in_both_directions() -> None:
     for square in (True, False):
         forward, backward = (stands_for(*twin.cast_nvfp4(one, square, None)) for one in (w, w.t().contiguous()))
         assert torch.equal(forward, backward.t()) is square
-
-
-# --- training --------------------------------------------------------------------------------------------
-
-
-def trained(precision: str, steps: int) -> list[float]:
-    """The losses of a GPT of two layers over Python's standard library, byte by byte."""
-    settings = Settings(sequence=32, hidden=64, rows=4, steps=steps, learning_rate=0.003, precision=precision)
-    trainer = Trainer(settings, read(20))
-    return [float(trainer.train()[0]) for _ in range(steps)]
-
-
-@pytest.mark.parametrize("precision", ["mxfp8", "nvfp4"])
-def test_eight_steps_repeat(precision: str) -> None:
-    assert trained(precision, 8) == trained(precision, 8)
-
-
-def test_a_gpt_learns_in_eight_and_in_four_bits() -> None:
-    """As in bf16: at its end it has learned at least nine tenths of what bf16 has."""
-    losses = {precision: trained(precision, 50) for precision in ("bf16", "mxfp8", "nvfp4")}
-    learned = {name: of[0] - sum(of[-10:]) / 10 for name, of in losses.items()}
-    assert learned["bf16"] > 1.5
-    assert min(learned.values()) > 0.9 * learned["bf16"], learned

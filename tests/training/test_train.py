@@ -104,6 +104,19 @@ def test_two_hundred_steps_have_the_recorded_hashes(precision: str) -> None:
     assert_two_hundred_steps(precision, "cpu")
 
 
+@pytest.mark.slow
+def test_a_gpt_learns_in_few_bits_as_in_bf16() -> None:
+    """At its end it has learned at least nine tenths of what bf16 has."""
+    settings = Settings(sequence=32, hidden=64, rows=4, steps=50, learning_rate=0.003)
+    learned = {}
+    for precision in ("bf16", "rowwise", "rowwise_with_gw_hp", *ON_CPUS):
+        trainer = Trainer(replace(settings, precision=precision), corpus())
+        losses = [float(trainer.train()[0]) for _ in range(settings.steps)]
+        learned[precision] = losses[0] - sum(losses[-10:]) / 10
+    assert learned["bf16"] > 1.5
+    assert min(learned.values()) > 0.9 * learned["bf16"], learned
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", [name for name in RECORDED if name not in ON_CPUS])
 def test_two_hundred_steps_on_a_gpu_have_the_recorded_hashes(precision: str) -> None:

@@ -1,11 +1,11 @@
 // cat_cast_blocks_transpose_dbias: cast_blocks.cu with a transposed copy, of a matrix whose columns lie in up to three
-// tensors (parts.cuh), and the sums of its rows.
+// tensors (side_by_side.cuh), and the sums of its rows.
 //
 //     partial   [ceil(rows / 64), cols] fp32, of 16-bit numbers: the sums of 64 rows in the order of row_sum.cuh
 //
 // Blocks of 128 columns of a row alone.
 #include "cast_blocks.cuh"
-#include "parts.cuh"
+#include "side_by_side.cuh"
 #include "ptx/grid.cuh"
 
 using namespace twin;

@@ -1,6 +1,7 @@
-// cat_cast_transpose_dbias: cast_transpose.cu with DBIAS, of a matrix whose columns lie in up to three tensors (parts.cuh).
+// cat_cast_transpose_dbias: cast_transpose.cu with DBIAS, of a matrix whose columns lie in up to three tensors
+// (side_by_side.cuh).
 #include "cast_transpose.cuh"
-#include "parts.cuh"
+#include "side_by_side.cuh"
 #include "ptx/grid.cuh"
 
 using namespace twin;

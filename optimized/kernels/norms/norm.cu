@@ -15,7 +15,7 @@
 // ROW_WARPS is defined for rows of up to 16384 elements, a multiple of 8. Any other row takes the form without it.
 #include "norm_row.cuh"
 #ifdef ROW_WARPS
-#include "norm_held.cuh"
+#include "norm_registers.cuh"
 #endif
 #ifdef AMAX
 #include "common/current_scale.cuh"

@@ -10,7 +10,7 @@
 // hidden], q_t [hidden, ceil16(rows)] FP8 (FP8); mean, rstd fp32 [rows].
 //
 // Bound by memory: 4 bytes an element in bf16. A block takes 64 rows at a time, 64 bytes of each row of q_t: two whole
-// sectors, one request to L2. A warp holds a row in registers (norm_held.cuh) and writes its codes to q and to shared
+// sectors, one request to L2. A warp holds a row in registers (norm_registers.cuh) and writes its codes to q and to shared
 // memory. Then threads read 16 rows by 8 columns of codes back, transpose them in registers and write 16 bytes of each
 // row of q_t; 4 neighbouring lanes fill the two sectors. Blocks are persistent: the first rows of the next tile are
 // loaded during the transposition.
@@ -25,7 +25,7 @@
 #include "common/quantize.cuh"
 #include "common/store_transposed.cuh"
 #ifndef CLUSTER
-#include "norm_held.cuh"
+#include "norm_registers.cuh"
 #endif
 
 using namespace twin;
@@ -119,7 +119,7 @@ constexpr int kSkew = 128 / kRuns;  // bytes between runs of rows in shared memo
 constexpr int kRunStride = kRunRows * kShare + kSkew;
 constexpr int kParameters = KIND == 0 ? 2 : 1;
 
-// gamma and beta of the block's columns, as norm_held.cuh stages them: [gamma, beta][4 of 16 columns][16 columns][4].
+// gamma and beta of the block's columns, as norm_registers.cuh stages them: [gamma, beta][4 of 16 columns][16 columns][4].
 __device__ __forceinline__ void stage_share(float4* shared, const void* weight, const void* bias, int type,
                                             bool zero_centered, int first, int columns) {
     for (int at = threadIdx.x * 8; at < columns; at += kThreads * 8) {

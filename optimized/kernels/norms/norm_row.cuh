@@ -4,12 +4,12 @@
 // choose):
 //
 //   file                    form                                rows
-//   norm.cu                 in registers (norm_held.cuh)        hidden <= 16384, a multiple of 8
+//   norm.cu                 in registers (norm_registers.cuh)   hidden <= 16384, a multiple of 8
 //                           VECTOR 1: three times from L1       longer ones, a multiple of 8
 //                           VECTOR 0: element by element        any other hidden
-//   norm_cast_transpose.cu  a warp has a row (norm_held.cuh)    hidden <= 1024, a multiple of 16
+//   norm_cast_transpose.cu  a row to a warp of norm_registers   hidden <= 1024, a multiple of 16
 //                           CLUSTER: blocks share a row         hidden <= 16384, a multiple of 16
-//   norm_statistics.cu      in registers (norm_held.cuh)        before norm_cast_blocks.cu, which reads x again
+//   norm_statistics.cu      in registers (norm_registers.cuh)   before norm_cast_blocks.cu, which reads x again
 //   norm_cast_blocks.cu     a tile of 128 x 128 (cast_blocks)   hidden a multiple of 16
 //   norm_backward.cu        in registers                        hidden <= 8192, a multiple of 8
 //                           KEPT: twice from shared memory      hidden <= 16384; layernorm of 5120 in 16 bits

@@ -4,8 +4,8 @@
 //
 // x [rows, hidden] of type WIDE, hidden a multiple of 8 up to 16384, rows 16-byte aligned; mean, rstd fp32 [rows]; affine
 // fp32 [2 (rmsnorm: 1), hidden]. The last row comes first, so that what reads x next, from the first row on, finds in L2
-// what was read last. ROW_WARPS warps hold a row (norm_held.cuh); blocks are persistent.
-#include "norm_held.cuh"
+// what was read last. ROW_WARPS warps hold a row (norm_registers.cuh); blocks are persistent.
+#include "norm_registers.cuh"
 #include "ptx/grid.cuh"
 
 using namespace twin;

@@ -27,7 +27,7 @@ CONFIGURATIONS = [one.configuration for one in _kernels.values()]
 
 
 def parts(xs: Sequence[torch.Tensor], groups: int) -> launch.ByValue:
-    """`xs`, each `[rows, groups * width]`, as kernels/casts/parts.cuh reads them; to be kept until the launch."""
+    """`xs`, each `[rows, groups * width]`, as casts/side_by_side.cuh reads them; to be kept until the launch."""
     widths = [x.shape[1] // groups for x in xs]
     found = np.zeros((), _PARTS)
     found["part"]["first"] = _BEYOND

@@ -16,12 +16,12 @@ import torch
 from reference.arguments import MASK_TYPES, check_arguments
 from reference.memory.recompute import checkpoint
 from reference.nn.attentions.attention_bias import Bias
+from reference.nn.attentions.attention_extras import NO_EXTRAS, Extras, defaults_of, unpacked
 from reference.nn.attentions.attention_fp8 import FP8Attention
 from reference.nn.attentions.attention_lengths import Lengths, check_packed, packed
-from reference.nn.attentions.attention_options import NO_OPTIONS, Options, defaults_of, unpacked
 from reference.nn.attentions.dot_product_pair import Plan, backward, forward
 from reference.nn.attentions.dot_product_plan import Call, cached_call_of, call_of, context_of
-from reference.nn.attentions.exact_attention import CorePlan, Mask, max_logit
+from reference.nn.attentions.exact_attention import Equation, Mask, max_logit
 from reference.nn.attentions.inference import InferenceParams
 from reference.nn.attentions.inference_step import Cached, ended, entered
 from reference.nn.attentions.packing import moved
@@ -39,8 +39,8 @@ from reference.nn.core.checks import (
     window_of,
 )
 from reference.nn.core.context import BlockContext
+from reference.nn.core.context_parallel import ContextGroup
 from reference.nn.core.dropout import Generator
-from reference.nn.core.one_rank import ContextGroup
 from reference.nn.core.tensor_parallel import refuse_beyond_cpu
 from reference.ops.attentions.attention_bias import default_slopes
 from reference.parallel.chain import ranks_of
@@ -253,8 +253,8 @@ class DotProductAttention(OfCoreAttention, ContextGroup, FP8Attention):
         Returns:
             `[s, b, h·d]`, `[b, s, h·d]` or `[t, h·d]`, d of the values; with `return_max_logit` also `[h]`.
         """
-        options = NO_OPTIONS if inference_params is None else Options(inference=inference_params)
-        extras = (
+        extras = NO_EXTRAS if inference_params is None else Extras(inference=inference_params)
+        off_by_default = (
             core_attention_bias_type, core_attention_bias, alibi_slopes,
             cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded,
             max_seqlen_q, max_seqlen_kv, pad_between_seqs,
@@ -263,15 +263,15 @@ class DotProductAttention(OfCoreAttention, ContextGroup, FP8Attention):
             score_mod, score_mod_bprop, score_mod_tensors, score_mod_bprop_tensors,
         )  # fmt: skip
         if (
-            any(map(is_not, extras, _DEFAULTS.values()))
+            any(map(is_not, off_by_default, _DEFAULTS.values()))
             or type(checkpoint_core_attention) is not bool
             or qkv_format not in (None, "sbhd", "bshd")  # "thd" comes with lengths
         ):
-            options = Options.checked(
+            extras = Extras.checked(
                 "DotProductAttention",
                 self.qkv_format,
                 inference_params,
-                dict(zip(_DEFAULTS, extras, strict=True)),
+                dict(zip(_DEFAULTS, off_by_default, strict=True)),
                 qkv_format=qkv_format,
                 attn_mask_type=attn_mask_type,
                 window_size=window_size,
@@ -280,8 +280,8 @@ class DotProductAttention(OfCoreAttention, ContextGroup, FP8Attention):
         layout = self.qkv_format if qkv_format is None else qkv_format
         mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
         check_mask_type("DotProductAttention", "attn_mask_type", mask_type)
-        core = self.core_plan(mask_type, window_size)
-        options.check_cache("DotProductAttention", layout)
+        equation = self.equation(mask_type, window_size)
+        extras.check_cache("DotProductAttention", layout)
         if self.tp_size > 1:
             self.check_heads_of_rank(query_layer)
         given: Any = (query_layer, key_layer, value_layer)
@@ -289,12 +289,12 @@ class DotProductAttention(OfCoreAttention, ContextGroup, FP8Attention):
             packed_by = (qkv_layer, kv_layer, qkv_interleave_dim)
             given = unpacked("DotProductAttention", given, *packed_by, layout, inference_params is not None)
         if inference_params is not None and torch.is_grad_enabled():
-            how: dict[str, Any] = {"attn_mask_type": mask_type, "window_size": window_size, **options.arguments()}
+            how: dict[str, Any] = {"attn_mask_type": mask_type, "window_size": window_size, **extras.arguments()}
             return ended(self, *given, attention_mask, layout, bottom_right_diagonal=bottom_right_diagonal, **how)
         tokens = None
         if layout == "thd" and inference_params is None:
-            lengths, tokens = packed("DotProductAttention", given, options.lengths)
-            options = options._replace(lengths=lengths)
+            lengths, tokens = packed("DotProductAttention", given, extras.lengths)
+            extras = extras._replace(lengths=lengths)
             check_qkv(self, given[0][None], given[1][None], given[2][None], False)
         elif layout == "thd":
             check_packed("DotProductAttention", given)
@@ -303,28 +303,28 @@ class DotProductAttention(OfCoreAttention, ContextGroup, FP8Attention):
             check_qkv(self, given[0], given[1], given[2], layout == "sbhd")
         if given[0].dtype == torch.float32:
             given = [as_dtype(t, activation_dtype(t)) for t in given]
-        x, mask, shape = given[0], attention_mask, self._shape(given, layout, options.lengths)
+        x, mask, shape = given[0], attention_mask, self._shape(given, layout, extras.lengths)
         if inference_params is not None:
             sizes = (shape[0], shape[2])
             inference_params.check("DotProductAttention", self, x.dtype, x.device, sizes, mask, mask_type, True)
-        masked = (mask_type, core.window, mask)
-        options.check("DotProductAttention", MASK_NAMES, self, *masked, shape, tokens, x.dtype, x.device)
-        self.refuse_in_fp8("DotProductAttention", x.dtype, options.bias.given, inference_params is not None)
+        masked = (mask_type, equation.window, mask)
+        extras.check("DotProductAttention", MASK_NAMES, self, *masked, shape, tokens, x.dtype, x.device)
+        self.refuse_in_fp8("DotProductAttention", x.dtype, extras.bias.given, inference_params is not None)
         fp8 = context_of(self, x.dtype, x.device) if x.dtype != torch.float32 else None
-        by_torch = x.dtype == torch.float32 or core.backend == "cudnn"
+        by_torch = x.dtype == torch.float32 or equation.backend == "cudnn"
         cached = None
         if inference_params is not None:
-            cached, step = inference_params.step_of(self, MASK_TYPES[mask_type][0] != "none", core.window)
-            call = cached_call_of(self, core, cached, step, x, layout)
+            cached, step = inference_params.step_of(self, MASK_TYPES[mask_type][0] != "none", equation.window)
+            call = cached_call_of(self, equation, cached, step, x, layout)
         else:
-            call = call_of(self, core, mask, options, shape, x, by_torch, tokens)
+            call = call_of(self, equation, mask, extras, shape, x, by_torch, tokens)
         if by_torch:
             return self.attend_by_torch(call, cached, layout, checkpoint_core_attention, *given)
         tensors = given if call.added is None else (*given, call.added)
         recomputes = checkpoint_core_attention and fp8 is None and not torch.compiler.is_compiling()
         settings: Any = (recomputes, self.return_max_logit, None if fp8 is None else fp8.key, cached, call.longest)
-        plan = Plan(wanted(*tensors), call.core, layout, self.num_attention_heads_per_partition, *settings)
-        context = BlockContext(() if fp8 is None else (fp8,), (self.random_state(x, call.core),), call.reads)
+        plan = Plan(wanted(*tensors), call.equation, layout, self.num_attention_heads_per_partition, *settings)
+        context = BlockContext(() if fp8 is None else (fp8,), (self.random_state(x, call.equation),), call.reads)
         results = differentiable(forward, backward, plan, context, *tensors)
         if not self.return_max_logit:
             return results  # type: ignore[no-any-return]
@@ -335,17 +335,17 @@ class DotProductAttention(OfCoreAttention, ContextGroup, FP8Attention):
         self, call: Call, cached: Cached | None, layout: str, recomputes: bool, *given: torch.Tensor
     ) -> torch.Tensor:
         """PyTorch's own attention, in fp32 or on cuDNN: under its autograd, outside the bit contract."""
-        core, reads = call.core, call.reads
+        equation, reads = call.equation, call.reads
         packed = layout == "thd"
         if packed:
             of_q, of_kv = reads.maps()
             given = tuple([moved(t, one, True) for t, one in zip(given, (of_q, of_kv, of_kv), strict=True)])
         q, k, v = (t.permute((1, 2, 0, 3) if layout == "sbhd" else (0, 2, 1, 3)) for t in given)
         run: Any = cudnn_attention
-        arguments: Any = (q, k, v, core)
+        arguments: Any = (q, k, v, equation)
         if cached is not None:
-            core, hidden, qkv = entered(cached, reads.step(), core, q, k, v)
-            arguments = (*qkv, core, hidden)
+            equation, hidden, qkv = entered(cached, reads.step(), equation, q, k, v)
+            arguments = (*qkv, equation, hidden)
         elif q.dtype == torch.float32:
             arguments = (*arguments, reads.mask, call.added, reads.slopes)
         if q.dtype == torch.float32:
@@ -400,15 +400,15 @@ class DotProductAttention(OfCoreAttention, ContextGroup, FP8Attention):
             self._default_slopes = slopes
         return self._default_slopes
 
-    def core_plan(self, mask_type: str, window: Window = None) -> CorePlan:
+    def equation(self, mask_type: str, window: Window = None) -> Equation:
         """How to attend now; a window of None is the constructor's."""
         window = window_of("DotProductAttention", MASK_NAMES, mask_type, self.window_size if window is None else window)
         p = self.attention_dropout if self.training else 0.0
-        return CorePlan(self.softmax_scale, mask_type, window, p, self.attention_backend)
+        return Equation(self.softmax_scale, mask_type, window, p, self.attention_backend)
 
-    def random_state(self, inp: torch.Tensor, core: CorePlan) -> torch.Tensor | None:
+    def random_state(self, inp: torch.Tensor, equation: Equation) -> torch.Tensor | None:
         """The newly seeded state from which `twin::attention` drops in this forward; None where it drops nothing."""
-        if core.p == 0 or core.backend == "cudnn":
+        if equation.p == 0 or equation.backend == "cudnn":
             return None
         of_heads = self.of_heads
         if of_heads is not None:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from reference.nn.attentions import attention_fp8, exact_attention, torch_attention
-from reference.nn.attentions.exact_attention import CorePlan, Qkv
+from reference.nn.attentions.exact_attention import Equation, Qkv
 from reference.nn.attentions.heads import dense_rows
 from reference.nn.attentions.inference_step import Cached, attended_in_pages, entered
 from reference.nn.attentions.no_grad_inputs import NoGradInputs, Tensor
@@ -32,7 +32,7 @@ class Plan(NamedTuple):
 
     Attributes:
         needs: which gradients are wanted: q, k, v and, where it is given, what is added: a bias, or sinks.
-        core: how to attend.
+        equation: how to attend.
         layout: "sbhd", "bshd" or "thd".
         heads: of q.
         recomputes: whether backward runs attention again instead of keeping its results; not in FP8, where these and
@@ -44,7 +44,7 @@ class Plan(NamedTuple):
     """
 
     needs: tuple[bool, ...]
-    core: CorePlan
+    equation: Equation
     layout: str
     heads: int
     recomputes: bool = False
@@ -84,7 +84,7 @@ class Saved(NamedTuple):
 
 def options_of(plan: Plan, reads: NoGradInputs, state: Tensor, added: Tensor) -> Options:
     """What the ops of attention take after q, k and v; in FP8 those that they have there, too."""
-    found = plan.core.options(reads.mask, state, added, reads.slopes, reads.q_lengths, reads.kv_lengths)
+    found = plan.equation.options(reads.mask, state, added, reads.slopes, reads.q_lengths, reads.kv_lengths)
     if plan.longest is None:
         return found
     longest_q, longest_kv = plan.longest
@@ -122,16 +122,16 @@ def _attend_by_heads(
     plan: Plan, reads: NoGradInputs, state: Tensor, added: Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, Any]:
     """out `[b, h, s, d]` and what backward reads of it."""
-    core = plan.core
-    if core.backend == "cudnn":
-        return torch_attention.cudnn_attend(core, any(plan.needs), q, k, v)
+    equation = plan.equation
+    if equation.backend == "cudnn":
+        return torch_attention.cudnn_attend(equation, any(plan.needs), q, k, v)
     if plan.cached is None:
         return exact_attention.attend(options_of(plan, reads, state, added), q, k, v)
     if plan.cached.layout == "paged":
-        out, m, inv = attended_in_pages(plan.cached, reads.step(), core, added, q, k, v)
+        out, m, inv = attended_in_pages(plan.cached, reads.step(), equation, added, q, k, v)
         return out, exact_attention.Attended(out, m, inv, None)
-    core, hidden, qkv = entered(plan.cached, reads.step(), core, q, k, v)
-    out, attended = exact_attention.attend(core.options(hidden, state, added), *qkv)
+    equation, hidden, qkv = entered(plan.cached, reads.step(), equation, q, k, v)
+    out, attended = exact_attention.attend(equation.options(hidden, state, added), *qkv)
     rows = attended._replace(m=attended.m.reshape(q.shape[:3]), inv=attended.inv.reshape(q.shape[:3]))
     return out.reshape(*q.shape[:3], v.shape[3]), rows
 
@@ -155,8 +155,8 @@ def attend_backward(
 def _backward_by_heads(plan: Plan, reads: NoGradInputs, saved: Saved, qkv: Qkv, grad: torch.Tensor) -> Any:
     """dq, dk, dv `[b, h, s, d]`, and the gradient of what is added."""
     attended, added = saved.attended, saved.added
-    if plan.core.backend == "cudnn":
-        return *torch_attention.cudnn_attend_backward(plan.core, qkv, attended, grad), None
+    if plan.equation.backend == "cudnn":
+        return *torch_attention.cudnn_attend_backward(plan.equation, qkv, attended, grad), None
     if plan.recomputes:
         again = None if attended is None else attended.clone()
         _, attended = exact_attention.attend(options_of(plan, reads, again, added), *qkv)

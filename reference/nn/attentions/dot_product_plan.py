@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 import torch
 
 from reference.memory.recompute import Run, current_run
+from reference.nn.attentions.attention_extras import Extras
 from reference.nn.attentions.attention_lengths import lengths_alibi, lengths_mask, lengths_of_masks
-from reference.nn.attentions.attention_options import Options
-from reference.nn.attentions.exact_attention import CorePlan, full_mask
+from reference.nn.attentions.exact_attention import Equation, full_mask
 from reference.nn.attentions.inference_step import Cached, StepTensors
 from reference.nn.attentions.no_grad_inputs import NO_INPUTS, NoGradInputs
 from reference.nn.attentions.packing import maps_of
@@ -19,13 +19,13 @@ class Call(NamedTuple):
     """A forward of attention's core.
 
     Attributes:
-        core: how to attend.
+        equation: how to attend.
         reads: its mask, slopes and lengths, and where packed sequences lie.
         added: a bias, or sinks; None without.
         longest: the longest sequences of queries and of keys where packed ones are read as they lie, else None.
     """
 
-    core: CorePlan
+    equation: Equation
     reads: NoGradInputs
     added: torch.Tensor | None = None
     longest: tuple[int, int] | None = None
@@ -33,31 +33,31 @@ class Call(NamedTuple):
 
 def call_of(
     module: Any,
-    core: CorePlan,
+    equation: Equation,
     mask: Any,
-    options: Options,
+    extras: Extras,
     shape: Shape,
     x: torch.Tensor,
     by_mask: bool,
     tokens: tuple[int, int] | None = None,
 ) -> Call:
-    """The call of a `DotProductAttention` without a cache; `core` has the mask type and the window.
+    """The call of a `DotProductAttention` without a cache; `equation` has the mask type and the window.
 
     `shape`: [b, h, sq, skv]. `x` has the activations' device. `by_mask`: the core takes no lengths, so they become a
     mask; of ALiBi's slopes then a bias, where each sequence has a diagonal of its own. `tokens`: of queries and of keys
     in "thd".
     """
-    mask_type, (bias, lengths, _) = core.mask_type, options
+    mask_type, (bias, lengths, _) = equation.mask_type, extras
     added, slopes, counts = bias.values, None, None
     if bias.given:
-        core = core._replace(bias=bias.bias_type)
+        equation = equation._replace(bias=bias.bias_type)
         slopes = module.slopes(bias, x.device)
     elif module.softmax_type != "vanilla":
-        core, added = core._replace(softmax=module.softmax_type), module.sinks(x.device)
+        equation, added = equation._replace(softmax=module.softmax_type), module.sinks(x.device)
     if lengths.given and lengths.read_by(mask_type):
         counts = lengths.counts()
     else:
-        counts = lengths_of_masks(mask_type, core.window, mask, shape[0], bias.bias_type)
+        counts = lengths_of_masks(mask_type, equation.window, mask, shape[0], bias.bias_type)
     of_entries: Any = (None, None)
     if counts is None:
         mask = full_mask(mask_type, mask)
@@ -66,25 +66,25 @@ def call_of(
     else:
         if slopes is not None and (alibi := lengths_alibi(slopes, mask_type, counts, shape)) is not None:
             added, slopes = alibi, None
-        mask_type, window, mask = lengths_mask(mask_type, core.window, counts, shape)
-        core = core._replace(mask_type=mask_type, window=window)
+        mask_type, window, mask = lengths_mask(mask_type, equation.window, counts, shape)
+        equation = equation._replace(mask_type=mask_type, window=window)
     reads = NoGradInputs(mask, slopes, *of_entries)
     if tokens is None:
-        return Call(core, reads, added)
+        return Call(equation, reads, added)
     if by_mask:
-        return Call(core, reads.with_maps(*maps_of(lengths, tokens)), added)
+        return Call(equation, reads.with_maps(*maps_of(lengths, tokens)), added)
     starts = dict(zip(("q_starts", "kv_starts"), lengths.starts(), strict=True))
-    return Call(core, reads._replace(**starts), added, (lengths.max_q, lengths.max_kv))
+    return Call(equation, reads._replace(**starts), added, (lengths.max_q, lengths.max_kv))
 
 
 def cached_call_of(
-    module: Any, core: CorePlan, cached: Cached, step: StepTensors, x: torch.Tensor, layout: str
+    module: Any, equation: Equation, cached: Cached, step: StepTensors, x: torch.Tensor, layout: str
 ) -> Call:
     """The call of a `DotProductAttention` with a cache."""
     reads, longest = NO_INPUTS.with_step(step), (cached.longest, cached.keys) if layout == "thd" else None
     if module.softmax_type == "vanilla":
-        return Call(core, reads, None, longest)
-    return Call(core._replace(softmax=module.softmax_type), reads, module.sinks(x.device), longest)
+        return Call(equation, reads, None, longest)
+    return Call(equation._replace(softmax=module.softmax_type), reads, module.sinks(x.device), longest)
 
 
 def context_of(module: Any, dtype: torch.dtype, device: torch.device, run: Run | None = None) -> ModuleContext | None:

@@ -19,7 +19,7 @@ Qkv = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Mask = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
 
 
-class CorePlan(NamedTuple):
+class Equation(NamedTuple):
     """How to attend: scale, Transformer Engine's mask type, the window, dropout's p, the backend, the bias's type."""
 
     scale: float

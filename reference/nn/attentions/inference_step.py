@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from reference.arguments import MASK_TYPES
-from reference.nn.attentions.exact_attention import CorePlan
+from reference.nn.attentions.exact_attention import Equation
 from reference.ops.library import twin
 
 
@@ -63,8 +63,8 @@ def turned(cached: Cached, step: StepTensors, x: torch.Tensor, angles: torch.Ten
 
 
 def entered(
-    cached: Cached, step: StepTensors, core: CorePlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-) -> tuple[CorePlan, torch.Tensor | None, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    cached: Cached, step: StepTensors, equation: Equation, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> tuple[Equation, torch.Tensor | None, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Copy k and v to the cache; how to attend now, the mask, and the q, k and v that attention reads.
 
     All are [b, heads, s, d]. With one token of each sequence, the queries that share a head of keys become the rows of
@@ -80,17 +80,17 @@ def entered(
         cache.view(-1, *cache.shape[2:]).index_copy_(0, step.rows, tokens)
     keys, values = (cache[: q.shape[0], : cached.keys].transpose(1, 2) for cache in (step.keys, step.values))
     if cached.layout == "equal":
-        causal = MASK_TYPES[core.mask_type][0] != "none"
-        return core._replace(mask_type="causal_bottom_right" if causal else "no_mask"), None, (q, keys, values)
-    if cached.layout == "one" and core.softmax == "vanilla":  # a sink belongs to one head of queries
+        causal = MASK_TYPES[equation.mask_type][0] != "none"
+        return equation._replace(mask_type="causal_bottom_right" if causal else "no_mask"), None, (q, keys, values)
+    if cached.layout == "one" and equation.softmax == "vanilla":  # a sink belongs to one head of queries
         q = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])
-    return core._replace(mask_type="no_mask", window=(-1, -1)), step.hidden, (q, keys, values)
+    return equation._replace(mask_type="no_mask", window=(-1, -1)), step.hidden, (q, keys, values)
 
 
 def attended_in_pages(
     cached: Cached,
     step: StepTensors,
-    core: CorePlan,
+    equation: Equation,
     sinks: torch.Tensor | None,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -101,7 +101,7 @@ def attended_in_pages(
     q, k and v are [b, heads, s, d], or packed, [tokens, heads, d], and so is out. With one token of each sequence, the
     queries that share a head of keys become the rows of one head, as in `entered`.
     """
-    heads, groups, causal = q.shape[1], k.shape[1], MASK_TYPES[core.mask_type][0] != "none"
+    heads, groups, causal = q.shape[1], k.shape[1], MASK_TYPES[equation.mask_type][0] != "none"
     where: Any = (step.q_lengths, step.kv_lengths, step.q_starts)
     at: Any = step.rows
 
@@ -114,13 +114,13 @@ def attended_in_pages(
     for cache, new in ((step.keys, k), (step.values, v)):
         cache.view(-1, *cache.shape[2:]).index_copy_(0, at, tokens(new))
     rows, longest = tokens(q), cached.longest
-    rule, (left, right) = "causal_bottom_right" if causal else "none", core.window
-    together = heads // groups if longest == 1 and core.softmax == "vanilla" and left == -1 else 1
+    rule, (left, right) = "causal_bottom_right" if causal else "none", equation.window
+    together = heads // groups if longest == 1 and equation.softmax == "vanilla" and left == -1 else 1
     if together > 1:
         rows = rows.view(-1, groups, together, rows.shape[2]).transpose(1, 2).reshape(-1, groups, rows.shape[2])
         where = (where[0] * together, where[1], where[2] * together)
         rule, right = "none", -1
-    given = (core.scale, rule, left, right, *where, longest * together, cached.keys, sinks)
+    given = (equation.scale, rule, left, right, *where, longest * together, cached.keys, sinks)
     out, m, inv = twin.attention_paged(rows, step.keys, step.values, step.page_table, *given)
     if together > 1:
         out = out.view(-1, together, groups, out.shape[2]).transpose(1, 2).reshape(-1, heads, out.shape[2])

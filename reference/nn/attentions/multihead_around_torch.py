@@ -100,7 +100,7 @@ def run(core: Any, plan: Plan, context: BlockContext, tensors: tuple[Any, ...], 
     q, k, v, *normed = differentiable(
         into_forward, into_backward, plan._replace(needs=wanted(*of_first)), into, *of_first
     )
-    call = Call(plan.core.core, reads, given.added)
+    call = Call(plan.core.equation, reads, given.added)
     out = core.attend_by_torch(call, plan.core.cached, plan.core.layout, recomputes, q, k, v)
     residual = (normed[0] if normed else given.x) if plan.adds else None
     rest = (out, given.proj_weight, given.proj_bias, residual)

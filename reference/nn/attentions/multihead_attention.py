@@ -12,8 +12,8 @@ import torch
 from reference.arguments import MASK_TYPES, check_arguments
 from reference.memory.recompute import current_run
 from reference.nn.attentions.apply_rotary import rotated
+from reference.nn.attentions.attention_extras import NO_EXTRAS, Extras, defaults_of
 from reference.nn.attentions.attention_lengths import with_longest
-from reference.nn.attentions.attention_options import NO_OPTIONS, Options, defaults_of
 from reference.nn.attentions.dot_product_attention import DotProductAttention
 from reference.nn.attentions.exact_attention import Mask
 from reference.nn.attentions.heads import Heads, SplitPlan, split_backward, split_forward
@@ -25,7 +25,7 @@ from reference.nn.core import checks
 from reference.nn.core.attributes import OfAttention
 from reference.nn.core.autograd import differentiable, wanted
 from reference.nn.core.context import BlockContext
-from reference.nn.core.one_rank import ContextGroup
+from reference.nn.core.context_parallel import ContextGroup
 from reference.nn.core.parameters import DeviceDefault, InitMethod
 from reference.nn.core.tensor_parallel import TensorParallelParts
 from reference.nn.layers.layernorm import head_norms
@@ -281,23 +281,23 @@ class MultiheadAttention(TensorParallelParts, OfAttention, ContextGroup, DeviceD
         Returns:
             the projection; with `return_bias` its bias after it, with `return_layernorm_output` the norm's output last.
         """
-        options = NO_OPTIONS if inference_params is None else Options(inference=inference_params)
-        extras = (
+        extras = NO_EXTRAS if inference_params is None else Extras(inference=inference_params)
+        off_by_default = (
             core_attention_bias_type, core_attention_bias, alibi_slopes,
             cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded,
             max_seqlen_q, max_seqlen_kv, pad_between_seqs,
             bottom_right_diagonal, fast_zero_fill, softcap, thd_attention_policies, thd_attention_policy_dispatch,
         )  # fmt: skip
         if (
-            any(map(is_not, extras, _DEFAULTS.values()))
+            any(map(is_not, off_by_default, _DEFAULTS.values()))
             or type(checkpoint_core_attention) is not bool
             or not (is_first_microbatch is None or type(is_first_microbatch) is bool)
         ):
-            options = Options.checked(
+            extras = Extras.checked(
                 "MultiheadAttention",
                 self.qkv_format,
                 inference_params,
-                dict(zip(_DEFAULTS, extras, strict=True)),
+                dict(zip(_DEFAULTS, off_by_default, strict=True)),
                 attn_mask_type=attn_mask_type,
                 window_size=window_size,
                 is_first_microbatch=is_first_microbatch,
@@ -306,7 +306,7 @@ class MultiheadAttention(TensorParallelParts, OfAttention, ContextGroup, DeviceD
         if inference_params is not None and torch.is_grad_enabled():
             given = (hidden_states, attention_mask, encoder_output, attn_mask_type, window_size)
             others = (bottom_right_diagonal, is_first_microbatch, checkpoint_core_attention)
-            return ended(self, *given, *others, rotary_pos_emb=rotary_pos_emb, **options.arguments())
+            return ended(self, *given, *others, rotary_pos_emb=rotary_pos_emb, **extras.arguments())
         mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
         window = self.window_size if window_size is None else window_size
         if self.tp_size > 1 and core_attention_bias_type != "no_bias":
@@ -315,9 +315,9 @@ class MultiheadAttention(TensorParallelParts, OfAttention, ContextGroup, DeviceD
                 f"tp_size={self.tp_size} is not offered; 'no_bias' is accepted."
             )
         if self.qkv_format == "thd" and inference_params is None:
-            options = options._replace(lengths=with_longest("MultiheadAttention", options.lengths))
+            extras = extras._replace(lengths=with_longest("MultiheadAttention", extras.lengths))
         arguments = (hidden_states, encoder_output, attention_mask, mask_type, window, rotary_pos_emb)
-        self.check("MultiheadAttention", *arguments, options=options)
+        self.check("MultiheadAttention", *arguments, extras=extras)
         run = current_run()
         if run.state.enabled and not checks.has_run_in_fp8(self._modules["proj"]):
             checks.check_fp8_sizes(*self._modules.values())
@@ -333,7 +333,7 @@ class MultiheadAttention(TensorParallelParts, OfAttention, ContextGroup, DeviceD
                 encoder_output,
                 rotary_pos_emb,
             )
-            found = run_block(self, dtype, *of_block, checkpoint_core_attention, window, options, None, run)
+            found = run_block(self, dtype, *of_block, checkpoint_core_attention, window, extras, None, run)
             return self._results(found, hidden_states.shape, dtype)
         first = getattr(self, self._first_name)(hidden_states, is_first_microbatch)
         mixed, *normed = first if returns_norm else (first,)
@@ -345,7 +345,7 @@ class MultiheadAttention(TensorParallelParts, OfAttention, ContextGroup, DeviceD
         step, core = None, self.core_attention
         if inference_params is not None:
             step = inference_params.step_of(
-                core, MASK_TYPES[mask_type][0] != "none", core.core_plan(mask_type, window).window
+                core, MASK_TYPES[mask_type][0] != "none", core.equation(mask_type, window).window
             )
         q, k = self._normed(q, k, before_rope=True)
         if rotary_pos_emb is not None:
@@ -355,13 +355,13 @@ class MultiheadAttention(TensorParallelParts, OfAttention, ContextGroup, DeviceD
             if self.qkv_format == "thd" and step is not None:
                 places, step = (step[1].positions, step[1].positions), None
             elif self.qkv_format == "thd":
-                places = positions_of(options.lengths, (q.shape[0], k.shape[0]))
+                places = positions_of(extras.lengths, (q.shape[0], k.shape[0]))
             q, k = (rotated(t, freqs, *layout, one, step) for t, freqs, one in zip((q, k), both, places, strict=True))
         q, k = self._normed(q, k, before_rope=False)
         shared: dict[str, Any] = {"attn_mask_type": mask_type, "checkpoint_core_attention": checkpoint_core_attention}
         if window is not None:
             shared["window_size"] = window
-        shared |= options.arguments()
+        shared |= extras.arguments()
         out = self.proj(core(q, k, v, attention_mask, **shared), is_first_microbatch)
         results = (*(out if self.return_bias else (out,)), *normed)
         return results[0] if len(results) == 1 else results
@@ -386,11 +386,11 @@ class MultiheadAttention(TensorParallelParts, OfAttention, ContextGroup, DeviceD
         window: Any,
         angles: Any = None,
         names: checks.Names = checks.MASK_NAMES,
-        options: Options = NO_OPTIONS,
+        extras: Extras = NO_EXTRAS,
     ) -> None:
         """Refuse what this module or a part of it would refuse, before anything changes; `layer` names the caller."""
         core: Any = self._modules["core_attention"]
-        inference, packed = options.inference, self.qkv_format == "thd" and options.inference is None
+        inference, packed = extras.inference, self.qkv_format == "thd" and extras.inference is None
         first, core_heads = self._modules[self._first_name], self.num_attention_heads // self.tp_size
         checks.check_input(first, hidden_states, self.hidden_size, "hidden_states", layer, self.qkv_format == "thd")
         if (encoder_output is None) != (self.attention_type == "self"):
@@ -408,9 +408,9 @@ class MultiheadAttention(TensorParallelParts, OfAttention, ContextGroup, DeviceD
         if self.sequence_parallel:
             shape = torch.Size((shape[0] * self.tp_size, *shape[1:]))
         if ours:
-            core.refuse_in_fp8(layer, dtype, options.bias.given, inference is not None)
+            core.refuse_in_fp8(layer, dtype, extras.bias.given, inference is not None)
         if inference is not None:
-            options.check_cache(layer, self.qkv_format)
+            extras.check_cache(layer, self.qkv_format)
             if not ours:
                 accepted = "a DotProductAttention is accepted"
                 raise TypeError(f"{layer}: inference_params with core_attention={core!r}; {accepted}.")
@@ -418,7 +418,7 @@ class MultiheadAttention(TensorParallelParts, OfAttention, ContextGroup, DeviceD
             inference.check(layer, core, dtype, device, sizes, mask, mask_type)
         elif (
             encoder_output is angles is None
-            and options is NO_OPTIONS
+            and extras is NO_EXTRAS
             and plain
             and (not hidden_states.is_cuda or shape[batch] * core_heads <= checks.MAX_ATTENTIONS)
         ):
@@ -430,7 +430,7 @@ class MultiheadAttention(TensorParallelParts, OfAttention, ContextGroup, DeviceD
             source = encoder_output.shape
             if self.sequence_parallel:
                 source = torch.Size((source[0] * self.tp_size, *source[1:]))
-        tokens, cu_seqlens = (shape[0], source[0]) if packed else None, options.lengths
+        tokens, cu_seqlens = (shape[0], source[0]) if packed else None, extras.lengths
         lengths = (cu_seqlens.max_q, cu_seqlens.max_kv) if packed else (shape[sequence], source[sequence])
         count = cu_seqlens.q.shape[0] - 1 if packed else shape[batch]
         if inference is not None:
@@ -439,7 +439,7 @@ class MultiheadAttention(TensorParallelParts, OfAttention, ContextGroup, DeviceD
             checks.check_angles(layer, angles, lengths, self.channels, device)
         if ours:
             full = (count, core_heads, *lengths)
-            options.check(layer, names, core, mask_type, window, mask, full, tokens, dtype, device)
+            extras.check(layer, names, core, mask_type, window, mask, full, tokens, dtype, device)
 
     def _split(self, mixed: torch.Tensor, queries: int) -> tuple[torch.Tensor, ...]:
         """Split `[.., .., features]` into q (if `queries` per group > 0), k and v, each `[.., .., heads, channels]`."""

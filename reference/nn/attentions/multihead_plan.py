@@ -9,11 +9,11 @@ from reference.arguments import MASK_TYPES
 from reference.memory.recompute import Run
 from reference.nn.attentions import head_norms, multihead_around_torch, multihead_pair
 from reference.nn.attentions.apply_rotary import angles_of
-from reference.nn.attentions.attention_options import NO_OPTIONS, Options
+from reference.nn.attentions.attention_extras import NO_EXTRAS, Extras
 from reference.nn.attentions.dot_product_attention import DotProductAttention
 from reference.nn.attentions.dot_product_pair import Plan as CorePairPlan
 from reference.nn.attentions.dot_product_plan import Call, cached_call_of, call_of, context_of
-from reference.nn.attentions.exact_attention import CorePlan, Mask, full_mask
+from reference.nn.attentions.exact_attention import Equation, Mask, full_mask
 from reference.nn.attentions.inference_step import Cached
 from reference.nn.attentions.multihead_pair import Plan
 from reference.nn.attentions.no_grad_inputs import NO_INPUTS, NoGradInputs
@@ -85,7 +85,7 @@ def prepared(
     angles: Angles = None,
     recomputes: bool = False,
     window: Window = None,
-    options: Options = NO_OPTIONS,
+    extras: Extras = NO_EXTRAS,
     drop_path: DropPath | None = None,
     run: Run | None = None,
 ) -> tuple[Plan, BlockContext, tuple[Any, ...]]:
@@ -98,13 +98,13 @@ def prepared(
     first, core, proj = modules[module._first_name], modules["core_attention"], modules["proj"]
     crosses, has_norm, layout = source is not None, module.input_layernorm, module.qkv_format
     contexts = [first.context(dtype, is_first_microbatch, run)]
-    core_plan: CorePlan = core.core_plan(mask_type, module.window_size if window is None else window)
+    equation: Equation = core.equation(mask_type, module.window_size if window is None else window)
     is_exact = dtype != torch.float32 and core.attention_backend == "exact"  # spares most layers the call
     of_torch = not is_exact and multihead_around_torch.by_torch(module, dtype, recomputes)
     fp8 = None if of_torch else context_of(core, dtype, x.device, run)
-    call, cached = _called(module, core_plan, x, source, mask, angles, options, of_torch)
-    core_plan, reads, added, longest = call
-    core_state = None if of_torch else core.random_state(x, core_plan)
+    call, cached = _called(module, equation, x, source, mask, angles, extras, of_torch)
+    equation, reads, added, longest = call
+    core_state = None if of_torch else core.random_state(x, equation)
     contexts.append(proj.context(dtype, is_first_microbatch, run))
     norms = None
     of_norms: Tensors = ()
@@ -138,7 +138,7 @@ def prepared(
         linear.Plan(dtype, needs[7:10], contexts[2].key) if crosses else None,
         CorePairPlan(
             (True, True, True, len(needs) > 10 and needs[10]),
-            core_plan,
+            equation,
             layout,
             module.num_attention_heads,
             recomputes and fp8 is None and not torch.compiler.is_compiling(),
@@ -184,47 +184,47 @@ def run_block(
 
 def _called(
     module: Any,
-    core_plan: CorePlan,
+    equation: Equation,
     x: torch.Tensor,
     source: torch.Tensor | None,
     mask: Mask,
     angles: Angles,
-    options: Options,
+    extras: Extras,
     by_mask: bool,
 ) -> tuple[Call, Cached | None]:
     """The call of attention's core with its angles, and how a cache is used; `by_mask` as in `call_of`."""
-    core, mask_type = module._modules["core_attention"], core_plan.mask_type
+    core, mask_type = module._modules["core_attention"], equation.mask_type
     cached = tokens = None
     of_q: Any = None
     of_k: Any = None
     if angles is not None:
         of_q, of_k = map(angles_of, angles if isinstance(angles, tuple) else (angles, angles))
-    if options.inference is not None:
-        cached, step = options.inference.step_of(core, MASK_TYPES[mask_type][0] != "none", core_plan.window)
-        call = cached_call_of(core, core_plan, cached, step, x, module.qkv_format)
+    if extras.inference is not None:
+        cached, step = extras.inference.step_of(core, MASK_TYPES[mask_type][0] != "none", equation.window)
+        call = cached_call_of(core, equation, cached, step, x, module.qkv_format)
         if of_q is not None and module.qkv_format == "thd":
             at: Any = step.positions
             of_q, of_k = of_q.index_select(0, at), of_k.index_select(0, at)
-    elif options is NO_OPTIONS and type(mask) is not tuple and core.softmax_type == "vanilla":
+    elif extras is NO_EXTRAS and type(mask) is not tuple and core.softmax_type == "vanilla":
         hidden = full_mask(mask_type, mask)
         reads = NO_INPUTS if hidden is of_q is None else NoGradInputs(hidden, angles_q=of_q, angles_k=of_k)
-        call = Call(core_plan, reads)
+        call = Call(equation, reads)
     else:
-        shape, tokens = sizes_of(module, x, x if source is None else source, options)
-        call = call_of(core, core_plan, mask, options, shape, x, by_mask, tokens)
+        shape, tokens = sizes_of(module, x, x if source is None else source, extras)
+        call = call_of(core, equation, mask, extras, shape, x, by_mask, tokens)
     if of_q is not None and call.reads.angles_q is None:
         if tokens is not None:
-            q_positions, k_positions = positions_of(options.lengths, tokens)
+            q_positions, k_positions = positions_of(extras.lengths, tokens)
             of_q, of_k = of_q[q_positions], of_k[k_positions]
         call = call._replace(reads=call.reads._replace(angles_q=of_q, angles_k=of_k))
     return call, cached
 
 
 def sizes_of(
-    module: Any, x: torch.Tensor, source: torch.Tensor, options: Options
+    module: Any, x: torch.Tensor, source: torch.Tensor, extras: Extras
 ) -> tuple[Shape, tuple[int, int] | None]:
     """[b, h, sq, skv], and the tokens of queries and of keys in "thd"."""
-    heads, lengths = module.num_attention_heads, options.lengths
+    heads, lengths = module.num_attention_heads, extras.lengths
     if module.qkv_format == "thd":
         return (lengths.q.shape[0] - 1, heads, lengths.max_q, lengths.max_kv), (x.shape[0], source.shape[0])
     batch, sequence = module._batch, 1 - module._batch

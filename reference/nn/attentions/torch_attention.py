@@ -8,7 +8,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from reference.arguments import MASK_TYPES
 from reference.nn.attentions.attention_bias import alibi
-from reference.nn.attentions.exact_attention import CorePlan, Qkv
+from reference.nn.attentions.exact_attention import Equation, Qkv
 from reference.ops.attentions.attention import NO_LIMIT, limits
 from reference.support.nested import Tensors
 from reference.support.notice import say_once
@@ -25,7 +25,7 @@ def torch_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    core: CorePlan,
+    equation: Equation,
     mask: torch.Tensor | None,
     bias: torch.Tensor | None = None,
     slopes: torch.Tensor | None = None,
@@ -36,29 +36,33 @@ def torch_attention(
     groups = q.shape[1] // k.shape[1]
     if groups > 1:
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    lower, upper = limits(MASK_TYPES[core.mask_type][0], *core.window, sq, skv)
+    lower, upper = limits(MASK_TYPES[equation.mask_type][0], *equation.window, sq, skv)
     if slopes is not None:
-        bias = alibi(slopes, MASK_TYPES[core.mask_type][0], sq, skv)
+        bias = alibi(slopes, MASK_TYPES[equation.mask_type][0], sq, skv)
     if mask is bias is None and lower == -NO_LIMIT and upper in (0, NO_LIMIT):
-        return scaled_dot_product_attention(q, k, v, dropout_p=core.p, is_causal=upper == 0, scale=core.scale)
+        return scaled_dot_product_attention(q, k, v, dropout_p=equation.p, is_causal=upper == 0, scale=equation.scale)
     if (lower, upper) != (-NO_LIMIT, NO_LIMIT):
         every = torch.ones(sq, skv, dtype=torch.bool, device=q.device)
         unseen = every.triu(upper + 1) | every.tril(lower - 1)
         mask = unseen if mask is None else mask | unseen
     if mask is None:
-        return scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=core.p, scale=core.scale)
+        return scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=equation.p, scale=equation.scale)
     mask = mask.expand(*mask.shape[:-1], skv)  # CUDA's kernels broadcast a mask over every dimension but the last
     blind = mask.all(-1, keepdim=True)  # such a row would be NaN: it sees everything and is cleared afterwards
     seen: torch.Tensor = blind | ~mask
     if bias is not None:
         seen = bias.masked_fill(~seen, -torch.inf)
-    out = scaled_dot_product_attention(q, k, v, attn_mask=seen, dropout_p=core.p, scale=core.scale)
+    out = scaled_dot_product_attention(q, k, v, attn_mask=seen, dropout_p=equation.p, scale=equation.scale)
     return out.masked_fill(blind, 0.0)
 
 
-def cudnn_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, core: CorePlan) -> torch.Tensor:
+def cudnn_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, equation: Equation) -> torch.Tensor:
     """cuDNN's attention, differentiable, outside the bit contract."""
-    shared: dict[str, Any] = {"dropout_p": core.p, "is_causal": core.mask_type == "causal", "scale": core.scale}
+    shared: dict[str, Any] = {
+        "dropout_p": equation.p,
+        "is_causal": equation.mask_type == "causal",
+        "scale": equation.scale,
+    }
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         return scaled_dot_product_attention(q, k, v, **shared, enable_gqa=q.shape[1] != k.shape[1])
 
@@ -74,22 +78,22 @@ class Attended(NamedTuple):
 
 
 def cudnn_attend(
-    core: CorePlan, trains: bool, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    equation: Equation, trains: bool, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, Attended]:
     """What SDPA calls on its cuDNN backend, without autograd; for as many heads of keys as of queries."""
     out, sums, *lengths, _, _, seed, offset, _ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        q, k, v, None, trains, core.p, core.mask_type == "causal", False, scale=core.scale
+        q, k, v, None, trains, equation.p, equation.mask_type == "causal", False, scale=equation.scale
     )
-    if core.p == 0:
+    if equation.p == 0:
         seed = offset = None
     return out, Attended(out, sums, seed, offset, tuple(lengths))
 
 
-def cudnn_attend_backward(core: CorePlan, qkv: Qkv, attended: Attended, grad: torch.Tensor) -> Tensors:
+def cudnn_attend_backward(equation: Equation, qkv: Qkv, attended: Attended, grad: torch.Tensor) -> Tensors:
     """dq, dk, dv."""
     q, k, _ = qkv
     *results, of_sequences = attended
-    lengths, causal = (q.shape[2], k.shape[2]), core.mask_type == "causal"
+    lengths, causal = (q.shape[2], k.shape[2]), equation.mask_type == "causal"
     return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-        grad, *qkv, *results, None, *of_sequences, *lengths, core.p, causal, scale=core.scale
+        grad, *qkv, *results, None, *of_sequences, *lengths, equation.p, causal, scale=equation.scale
     )

@@ -20,7 +20,7 @@ import torch
 
 from reference.memory.recompute import Run
 from reference.nn.attentions import multihead_pair
-from reference.nn.attentions.attention_options import Options
+from reference.nn.attentions.attention_extras import Extras
 from reference.nn.attentions.multihead_attention import MultiheadAttention
 from reference.nn.attentions.multihead_pair import whole
 from reference.nn.attentions.multihead_plan import Dropout, is_block, prepared, run_block, uses_default_forward
@@ -209,12 +209,12 @@ def run_layer(
     angles: Any,
     recomputes: bool,
     window: Any,
-    options: Options,
+    extras: Extras,
     drop_path: DropPath | None,
     run: Run,
 ) -> torch.Tensor:
     """y of x: `mlp_block` of `run_attention`, for self-attention."""
-    given = (x, mask, mask_type, dropout, is_first, None, angles, recomputes, window, options, drop_path, run)
+    given = (x, mask, mask_type, dropout, is_first, None, angles, recomputes, window, extras, drop_path, run)
     plan, context, tensors = prepared(module, x.dtype, *given)
     second, of_mlp, (_, *weights) = prepared_mlp(mlp, x, dropout, is_first, drop_path, run, any(plan.needs))
     reads: Any = context.reads
@@ -235,7 +235,7 @@ def run_module(
     angles: Any,
     recomputes: bool,
     window: Any,
-    options: Options,
+    extras: Extras,
 ) -> Any:
     """The results of an attention as a module."""
     shared: dict[str, Any] = {"is_first_microbatch": is_first_microbatch, "checkpoint_core_attention": recomputes}
@@ -243,5 +243,5 @@ def run_module(
         shared["rotary_pos_emb"] = angles
     if window is not None:
         shared["window_size"] = window
-    shared |= options.arguments()
+    shared |= extras.arguments()
     return attention(x, mask, *([] if source is None else [source]), attn_mask_type=mask_type, **shared)

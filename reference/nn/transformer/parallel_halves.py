@@ -15,7 +15,7 @@ import torch
 
 from reference.memory.recompute import Run
 from reference.nn.attentions import multihead_around_torch, multihead_pair
-from reference.nn.attentions.attention_options import Options
+from reference.nn.attentions.attention_extras import Extras
 from reference.nn.attentions.dot_product_plan import Call
 from reference.nn.attentions.multihead_around_torch import by_torch
 from reference.nn.attentions.multihead_pair import Given, whole
@@ -150,12 +150,12 @@ def run_parallel(
     angles: Any,
     recomputes: bool,
     window: Any,
-    options: Options,
+    extras: Extras,
     drop_path: DropPath | None,
     run: Run,
 ) -> torch.Tensor:
     """y of parallel halves."""
-    given = (x, mask, mask_type, None, is_first, None, angles, recomputes, window, options, drop_path, run)
+    given = (x, mask, mask_type, None, is_first, None, angles, recomputes, window, extras, drop_path, run)
     plan, context, tensors = prepared(module, x.dtype, *given)
     second, of_mlp, (_, *weights) = prepared_mlp(mlp, x, dropout, is_first, None, run)
     if by_torch(module, x.dtype, recomputes):
@@ -179,7 +179,7 @@ def _run_around_torch(
     *qkv, y = found
     if not any(needs):  # they have a graph because of the MLP alone
         qkv = [one.detach() for one in qkv]
-    call = Call(plan.attention.core.core, NoGradInputs.of(reads), given.added)
+    call = Call(plan.attention.core.equation, NoGradInputs.of(reads), given.added)
     of_core = plan.attention.core
     out = core.attend_by_torch(call, of_core.cached, of_core.layout, recomputes, *qkv)
     rest = (out, given.proj_weight, given.proj_bias, y, given.x)

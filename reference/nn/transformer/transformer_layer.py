@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from reference.memory.recompute import Run, current_run
+from reference.nn.attentions.attention_extras import NO_EXTRAS, Extras, defaults_of
 from reference.nn.attentions.attention_lengths import with_longest
-from reference.nn.attentions.attention_options import NO_OPTIONS, Options, defaults_of
 from reference.nn.attentions.exact_attention import Mask
 from reference.nn.attentions.inference import InferenceParams
 from reference.nn.attentions.inference_step import ended
@@ -32,8 +32,8 @@ from reference.nn.attentions.multihead_attention import MultiheadAttention
 from reference.nn.core import checks
 from reference.nn.core.attributes import OfTransformerLayer
 from reference.nn.core.autograd import rounded_gradient
+from reference.nn.core.context_parallel import ContextGroup
 from reference.nn.core.dropout import DropPath, Generator, bias_dropout_add
-from reference.nn.core.one_rank import ContextGroup
 from reference.nn.core.parameters import DeviceDefault, InitMethod
 from reference.nn.core.tensor_parallel import TensorParallel, TensorParallelParts
 from reference.nn.layers.layernorm import LayerNorm, RMSNorm
@@ -287,8 +287,8 @@ class TransformerLayer(TensorParallelParts, OfTransformerLayer, ContextGroup, De
         Returns:
             a tensor like hidden_states.
         """
-        options = NO_OPTIONS if inference_params is None else Options(inference=inference_params)
-        extras = (
+        extras = NO_EXTRAS if inference_params is None else Extras(inference=inference_params)
+        off_by_default = (
             core_attention_bias_type, core_attention_bias, alibi_slopes,
             cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded,
             max_seqlen_q, max_seqlen_kv, pad_between_seqs,
@@ -296,15 +296,15 @@ class TransformerLayer(TensorParallelParts, OfTransformerLayer, ContextGroup, De
             fast_zero_fill, softcap, thd_attention_policies, thd_attention_policy_dispatch,
         )  # fmt: skip
         if (
-            any(map(is_not, extras, _DEFAULTS.values()))
+            any(map(is_not, off_by_default, _DEFAULTS.values()))
             or type(checkpoint_core_attention) is not bool
             or not (is_first_microbatch is None or type(is_first_microbatch) is bool)
         ):
-            options = Options.checked(
+            extras = Extras.checked(
                 "TransformerLayer",
                 self.attn_input_format,
                 inference_params,
-                dict(zip(_DEFAULTS, extras, strict=True)),
+                dict(zip(_DEFAULTS, off_by_default, strict=True)),
                 self_attn_mask_type=self_attn_mask_type,
                 window_size=window_size,
                 enc_dec_attn_mask_type=enc_dec_attn_mask_type,
@@ -315,7 +315,7 @@ class TransformerLayer(TensorParallelParts, OfTransformerLayer, ContextGroup, De
             of_self = (hidden_states, attention_mask, self_attn_mask_type, window_size, bottom_right_diagonal)
             of_cross = (encoder_output, enc_dec_attn_mask, enc_dec_attn_mask_type, enc_dec_window_size)
             both = (enc_dec_bottom_right_diagonal, is_first_microbatch, checkpoint_core_attention)
-            return ended(self, *of_self, *of_cross, *both, rotary_pos_emb=rotary_pos_emb, **options.arguments())
+            return ended(self, *of_self, *of_cross, *both, rotary_pos_emb=rotary_pos_emb, **extras.arguments())
         mask_type = self.self_attn_mask_type if self_attn_mask_type is None else self_attn_mask_type
         cross_type = self.enc_dec_attn_mask_type if enc_dec_attn_mask_type is None else enc_dec_attn_mask_type
         window = self.window_size if window_size is None else window_size
@@ -323,10 +323,10 @@ class TransformerLayer(TensorParallelParts, OfTransformerLayer, ContextGroup, De
         cross = (encoder_output, enc_dec_attn_mask, cross_type, cross_window)
         if self.attn_input_format == "thd" and inference_params is None:
             sides = 2 if self.layer_type == "decoder" else 1
-            options = options._replace(lengths=with_longest("TransformerLayer", options.lengths, sides))
+            extras = extras._replace(lengths=with_longest("TransformerLayer", extras.lengths, sides))
         enc_dec = (enc_dec_attn_mask, enc_dec_attn_mask_type, enc_dec_window_size)
         run = current_run()
-        checked = (hidden_states, attention_mask, mask_type, window, rotary_pos_emb, cross, enc_dec, options, run)
+        checked = (hidden_states, attention_mask, mask_type, window, rotary_pos_emb, cross, enc_dec, extras, run)
         check_forward(self, *checked)
         hidden_states = as_dtype(hidden_states, checks.activation_dtype(hidden_states))
         dropout = (self.hidden_dropout if self.training else 0.0, self.generator)
@@ -339,7 +339,7 @@ class TransformerLayer(TensorParallelParts, OfTransformerLayer, ContextGroup, De
             drop_path.draw(hidden_states.device)
         attention, mlp = self.self_attention, self.layernorm_mlp
         if self.parallel_attention_mlp:
-            given = (is_first_microbatch, rotary_pos_emb, checkpoint_core_attention, window, options.of_self(), run)
+            given = (is_first_microbatch, rotary_pos_emb, checkpoint_core_attention, window, extras.of_self(), run)
             return self._both(hidden_states, attention_mask, mask_type, dropout, *given)
         first = (attention_mask, mask_type, dropout, is_first_microbatch, None, rotary_pos_emb)
         more = (checkpoint_core_attention, window)
@@ -359,13 +359,13 @@ class TransformerLayer(TensorParallelParts, OfTransformerLayer, ContextGroup, De
             )
         ):
             of_layer = (attention_mask, mask_type, dropout, is_first_microbatch, rotary_pos_emb)
-            more_of_it = (*more, options.of_self(), drop_path, run)
+            more_of_it = (*more, extras.of_self(), drop_path, run)
             return self._ended(halves.run_layer(attention, mlp, hidden_states, *of_layer, *more_of_it))
-        hidden = self._attend(attention, hidden_states, *first, *more, options.of_self(), run)
+        hidden = self._attend(attention, hidden_states, *first, *more, extras.of_self(), run)
         if self.layer_type == "decoder":
             second = (enc_dec_attn_mask, cross_type, dropout, is_first_microbatch, encoder_output, rotary_pos_emb)
             more = (checkpoint_core_attention, cross_window)
-            hidden = self._attend(self.inter_attention, hidden, *second, *more, options.of_cross(), run)
+            hidden = self._attend(self.inter_attention, hidden, *second, *more, extras.of_cross(), run)
         if fused:
             return self._ended(halves.mlp_block(mlp, hidden, dropout, is_first_microbatch, drop_path, run))
         return self._ended(self._add(mlp(hidden, is_first_microbatch), hidden, dropout, normed=True))
@@ -384,11 +384,11 @@ class TransformerLayer(TensorParallelParts, OfTransformerLayer, ContextGroup, De
         angles: Any,
         recomputes: bool,
         window: checks.Window,
-        options: Options,
+        extras: Extras,
         run: Run,
     ) -> torch.Tensor:
         """x + dropout(attention(norm(x)) + mlp(norm(x)))."""
-        more = (angles, recomputes, window, options)
+        more = (angles, recomputes, window, extras)
         attention, mlp = self.self_attention, self.layernorm_mlp
         if halves.is_attention_block(attention, False) and halves.is_mlp_block(mlp, False):
             drop_path = self.drop_path if self.training else None
@@ -412,11 +412,11 @@ class TransformerLayer(TensorParallelParts, OfTransformerLayer, ContextGroup, De
         angles: Any,
         recomputes: bool,
         window: checks.Window,
-        options: Options,
+        extras: Extras,
         run: Run,
     ) -> torch.Tensor:
         """x + dropout(attention(norm(x)) + b)."""
-        more = (is_first_microbatch, source, angles, recomputes, window, options)
+        more = (is_first_microbatch, source, angles, recomputes, window, extras)
         crosses = source is not None
         normed = crosses or not self.output_layernorm
         residual_is_norm = self.apply_residual_connection_post_layernorm and normed

@@ -7,8 +7,8 @@ import torch
 
 from reference.arguments import check_arguments, check_unread
 from reference.memory.recompute import Run
+from reference.nn.attentions.attention_extras import Extras
 from reference.nn.attentions.attention_lengths import check_alike
-from reference.nn.attentions.attention_options import Options
 from reference.nn.attentions.multihead_attention import MultiheadAttention
 from reference.nn.core import checks
 from reference.nn.layers.layernorm_mlp import check_activation_params
@@ -53,7 +53,7 @@ def check_forward(
     angles: Any,
     cross: tuple[Any, Any, Any, Any],
     enc_dec: tuple[Any, Any, Any],
-    options: Options,
+    extras: Extras,
     run: Run,
 ) -> None:
     """Refuse what a part of the layer would refuse, before anything changes.
@@ -64,8 +64,8 @@ def check_forward(
     attention, mlp, decodes = modules["self_attention"], modules["layernorm_mlp"], layer.layer_type == "decoder"
     packed = layer.attn_input_format == "thd"
     checks.check_input(mlp, hidden_states, layer.hidden_size, "hidden_states", "TransformerLayer", packed)
-    if options.lengths.given and not decodes:
-        check_alike("TransformerLayer", options.lengths)
+    if extras.lengths.given and not decodes:
+        check_alike("TransformerLayer", extras.lengths)
     if (cross[0] is not None) != decodes:
         wanted = "an encoder_output" if decodes else "no encoder_output"
         raise ValueError(f"TransformerLayer: layer_type={layer.layer_type!r} takes {wanted}.")
@@ -77,23 +77,23 @@ def check_forward(
             f"TransformerLayer: {name} is {shown} with layer_type='encoder', which has no cross-attention; None is "
             f"accepted."
         )
-    if decodes and angles is not None and options.inference is not None:
+    if decodes and angles is not None and extras.inference is not None:
         raise NotImplementedError(
             "TransformerLayer: rotary_pos_emb with inference_params in a decoder is not offered, because its "
             "cross-attention has no cache that says where its queries are; one of them is accepted."
         )
-    if decodes and layer.attn_input_format == "thd" and options.inference is not None:
+    if decodes and layer.attn_input_format == "thd" and extras.inference is not None:
         raise NotImplementedError(
             "TransformerLayer: inference_params with attn_input_format='thd' in a decoder is not offered, because its "
             "cross-attention needs lengths, which pre_step gives for self-attention; 'sbhd' and 'bshd' are accepted."
         )
     if _checks(attention):
         names = ("attention_mask", "self_attn_mask_type", "window_size")
-        of_self = options.of_self()
+        of_self = extras.of_self()
         attention.check("TransformerLayer", hidden_states, None, mask, mask_type, window, angles, names, of_self)
     if decodes and _checks(modules["inter_attention"]):
         names = ("enc_dec_attn_mask", "enc_dec_attn_mask_type", "enc_dec_window_size")
-        modules["inter_attention"].check("TransformerLayer", hidden_states, *cross, angles, names, options.of_cross())
+        modules["inter_attention"].check("TransformerLayer", hidden_states, *cross, angles, names, extras.of_cross())
     if run.state.enabled and not checks.has_run_in_fp8(mlp):
         attentions = [part for part in modules.values() if _checks(part)]
         checks.check_fp8_sizes(mlp, *(part for one in attentions for part in one._modules.values()))

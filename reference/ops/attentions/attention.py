@@ -64,7 +64,7 @@ from reference.ops.attentions.attention_heads import Heads, together
 from reference.ops.attentions.attention_lengths import check_lengths, entries
 from reference.ops.attentions.attention_options import Options
 from reference.ops.attentions.attention_packed import by_heads, check_packed, check_places, gathered, scattered, sizes
-from reference.ops.attentions.attention_sinks import check_sinks, sink_weights
+from reference.ops.attentions.attention_sink_weights import check_sinks, sink_weights
 from reference.ops.library import define
 from reference.ops.random.dropout import check_dropout, keep_scale, state_values, threshold
 from reference.support.numba_jit import fma, jit

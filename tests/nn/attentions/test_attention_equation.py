@@ -1,4 +1,4 @@
-"""Attention as one equation: a block with any options has the bits of its modules one after the other.
+"""Attention as one equation: a block with any option has the bits of its modules one after the other.
 
 A layer whose parts have hooks runs as modules, each with a pair of functions of its own.
 """
@@ -12,8 +12,8 @@ from shared.transformer_layers import numbers
 from torch.utils._pytree import tree_map
 
 import reference as te
-from reference.nn.attentions import attention_options, dot_product_attention, torch_attention
-from reference.nn.attentions.exact_attention import CorePlan
+from reference.nn.attentions import attention_extras, dot_product_attention, torch_attention
+from reference.nn.attentions.exact_attention import Equation
 from reference.nn.transformer import halves
 
 RECIPES: dict[str, Any] = {
@@ -322,11 +322,11 @@ def test_around_cudnns_attention_is_the_block(
 ) -> None:
     """With grouped heads, or recomputed; PyTorch's own attention stands in for cuDNN's."""
 
-    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, core: CorePlan) -> torch.Tensor:
-        return torch_attention.torch_attention(q.float(), k.float(), v.float(), core, None).to(q.dtype)
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, equation: Equation) -> torch.Tensor:
+        return torch_attention.torch_attention(q.float(), k.float(), v.float(), equation, None).to(q.dtype)
 
     monkeypatch.setattr(dot_product_attention, "cudnn_attention", attention)
-    monkeypatch.setattr(attention_options, "check_cudnn", lambda *_: None)
+    monkeypatch.setattr(attention_extras, "check_cudnn", lambda *_: None)
     case = {**PLAIN, "layer": "layer", "groups": groups, "recomputes": recomputes, "parallel": parallel, "depth": 0.3}
     found = [run(case | {"backend": "cudnn"}, hooked) for hooked in (False, True)]
     for a, b in zip(*found, strict=True):

@@ -345,19 +345,6 @@ def test_the_scale_of_a_gradient_is_that_of_the_rounded_numbers(kind: str, dtype
         assert_same_bits(scale, twin.current_scale(wide, *how))
 
 
-def test_opcheck() -> None:
-    state = (torch.ones(2), torch.zeros(3, 2), 1, E4M3)
-    for kind, rows, dtype in (("swiglu", 0, torch.float32), ("gelu", 7, torch.bfloat16), ("swiglu", 32, torch.float16)):
-        x, grad = numbers(rows, 32, dtype, 0), numbers(rows, activation.width(kind, 32), dtype, 1)
-        torch.library.opcheck(twin.activation.default, (x, kind))
-        torch.library.opcheck(twin.activation_scale.default, (x, kind, E4M3, True, 1e-3))
-        torch.library.opcheck(twin.activation_scale_cast_transpose.default, (x, kind, E4M3, True, 1e-3))
-        torch.library.opcheck(twin.activation_backward.default, (grad, x, kind))
-        torch.library.opcheck(twin.activation_backward_scale.default, (grad, x, kind, E5M2, True, 1e-3))
-        torch.library.opcheck(twin.activation_cast_transpose.default, (x, kind, *state))
-        torch.library.opcheck(twin.activation_backward_cast_transpose_dbias.default, (grad, x, kind, *state))
-
-
 class TestRefusals:
     def refused(self, op: str, arguments: tuple[object, ...], sentence: str) -> None:
         with pytest.raises(ValueError, match=re.escape(f"twin::{op}: {sentence}")):

@@ -314,19 +314,6 @@ def test_no_double_arithmetic() -> None:
         assert_no_double(function)
 
 
-@pytest.mark.parametrize("case", [Case(sq=20, skv=30), Case(sq=20, skv=30, dropout=0.5, layout="sbhd")])
-def test_fake_tensors(case: Case) -> None:
-    given = inputs(case)
-    rest = (1.0, "none", -1, -1, None, case.dropout)
-    tests = ("test_schema", "test_faketensor")
-    q, k, v, state = (given[name] for name in ("q", "k", "v", "rng_state"))
-    torch.library.opcheck(twin.attention.default, (q, k, v, *rest, state), test_utils=tests)
-    saved = twin.attention(q, k, v, *rest, None if state is None else state.clone())
-    torch.library.opcheck(
-        twin.attention_backward.default, (given["grad"], q, k, v, *saved, *rest, state), test_utils=tests
-    )
-
-
 def arguments(**changes: object) -> tuple:
     x = torch.zeros(2, 4, 16, 32, dtype=torch.bfloat16)
     window = {"left": -1, "right": -1}

@@ -276,19 +276,6 @@ def test_cudnn_has_no_bias() -> None:
         te.DotProductAttention(2, 16, attention_backend="cudnn")(q, q, q, core_attention_bias_type="alibi")
 
 
-@pytest.mark.parametrize("bias", ["1hss", "h slopes"])
-def test_fake_tensors(bias: str) -> None:
-    given = inputs(Case(sq=20, skv=30, bias=bias))
-    rest = (1.0, "none", -1, -1, None, 0.0, None, given["bias"], given["slopes"])
-    tests = ("test_schema", "test_faketensor")
-    q, k, v = (given[name] for name in ("q", "k", "v"))
-    torch.library.opcheck(twin.attention.default, (q, k, v, *rest), test_utils=tests)
-    saved = (given["grad"], q, k, v, *twin.attention(q, k, v, *rest))
-    torch.library.opcheck(twin.attention_backward.default, (*saved, *rest), test_utils=tests)
-    if given["bias"] is not None:
-        torch.library.opcheck(twin.attention_bias_backward.default, (*saved, *rest), test_utils=tests)
-
-
 @pytest.mark.parametrize("shape", [(0, 5, 5), (2, 0, 5), (2, 5, 0)])
 def test_nothing(shape: tuple[int, int, int]) -> None:
     b, sq, skv = shape

@@ -170,18 +170,6 @@ def test_refusals(change: dict[str, Any], sentence: str) -> None:
     assert torch.equal(cpu["rng_state"], before)
 
 
-def test_opcheck() -> None:
-    case = Case(2, 1, 2, 20, 30, 16, lengths="both", bias="b1ss")
-    cpu, tests = inputs(case), ("test_schema", "test_faketensor")
-    options = ("bias", "slopes", "sinks", "q_lengths", "kv_lengths")
-    rest = (0.25, "causal", -1, -1, None, 0.0, None, *(cpu[name] for name in options))
-    qkv = (cpu["q"], cpu["k"], cpu["v"])
-    torch.library.opcheck(twin.attention.default, (*qkv, *rest), test_utils=tests)
-    args = (cpu["grad"], *qkv, *twin.attention(*qkv, *rest), *rest)
-    torch.library.opcheck(twin.attention_backward.default, args, test_utils=tests)
-    torch.library.opcheck(twin.attention_bias_backward.default, args, test_utils=tests)
-
-
 def check_in_simulator(case: Case, when: int = simulator.LATE, processors: int = 3) -> list[str]:
     """Returns the launches."""
     expected, cpu = run(case, inputs(case)), inputs(case)

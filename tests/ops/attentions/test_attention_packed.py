@@ -182,18 +182,6 @@ def test_packed_tensors_are_refused_without_starts() -> None:
             twin.attention_sink_backward(grad, grad, m, m, torch.zeros(2), lengths, starts)
 
 
-def test_opcheck() -> None:
-    args, tests = arguments(), ("test_schema", "test_faketensor")
-    args = tuple(x.nan_to_num(0.0) if torch.is_tensor(x) and x.is_floating_point() else x for x in args)
-    torch.library.opcheck(twin.attention.default, args, test_utils=tests)
-    results = twin.attention(*args)
-    torch.library.opcheck(
-        twin.attention_backward.default, (results[0], *args[:3], *results, *args[3:]), test_utils=tests
-    )
-    given = (results[0], *results, torch.zeros(2), args[-6], args[-4])
-    torch.library.opcheck(twin.attention_sink_backward.default, given, test_utils=tests)
-
-
 def test_flops_are_the_padded_calls() -> None:
     args = arguments()
     with FlopCounterMode(display=False) as counter:

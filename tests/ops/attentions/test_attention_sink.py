@@ -80,16 +80,6 @@ def test_refusals(bias: Any, sinks: Any, sentence: str) -> None:
         twin.attention(X, X, X, 1.0, "none", -1, -1, None, 0.0, None, bias, None, sinks)
 
 
-def test_fake_tensors() -> None:
-    given = inputs(Case(sq=20, skv=30, sinks=True))
-    rest = (1.0, "none", -1, -1, None, 0.0, None, None, None, given["sinks"])
-    tests = ("test_schema", "test_faketensor")
-    q, k, v, grad = (given[name] for name in ("q", "k", "v", "grad"))
-    torch.library.opcheck(twin.attention.default, (q, k, v, *rest), test_utils=tests)
-    out, m, inv = twin.attention(q, k, v, *rest)
-    torch.library.opcheck(twin.attention_sink_backward.default, (grad, out, m, inv, given["sinks"]), test_utils=tests)
-
-
 def numbers(seed: int, *shape: int) -> torch.Tensor:
     return torch.from_numpy(np.random.default_rng(seed).normal(size=shape).astype(np.float32))
 

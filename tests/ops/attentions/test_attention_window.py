@@ -257,4 +257,4 @@ def test_a_plan_holds_the_window() -> None:
     for window in (None, (-1, -1), (-1, 0), (6, 0), (6, 4), (7, 0)):
         plan, _, _ = multihead_plan.prepared(module, x.dtype, x, None, "causal", (0.0, None), None, window=window)
         seen.add(plan)
-    assert sorted(plan.core.core.window for plan in seen) == [(-1, 0), (6, 0), (7, 0)]
+    assert sorted(plan.core.equation.window for plan in seen) == [(-1, 0), (6, 0), (7, 0)]

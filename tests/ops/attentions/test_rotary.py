@@ -135,13 +135,6 @@ def test_refusals(x: torch.Tensor, freqs: torch.Tensor, sentence: str) -> None:
         twin.rotary(x, freqs, False, False)
 
 
-def test_fake_tensors() -> None:
-    for x in (torch.randn(3, 2, 1, 4), torch.randn(2, 3, 1, 4).transpose(0, 1)):
-        torch.library.opcheck(
-            twin.rotary.default, (x, torch.randn(3, 4), True, False), test_utils=("test_schema", "test_faketensor")
-        )
-
-
 @pytest.mark.gpu
 @settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
 @given(

@@ -136,14 +136,6 @@ def test_a_history_that_is_a_strided_view_is_written_in_place():
     assert storage.count_nonzero() == 1
 
 
-def test_opcheck():
-    x, history = numbers(7, 32), torch.zeros(3, 2)
-    for dtype in (E4M3, E5M2):
-        for amax_history in (history, None):
-            torch.library.opcheck(twin.cast.default, (x, torch.ones(2), amax_history, 1, dtype))
-    torch.library.opcheck(twin.amax.default, (x, history, 1))
-
-
 def test_cast_where_a_gradient_would_be_recorded_is_refused():
     x = numbers(4, 16).requires_grad_()
     with pytest.raises(RuntimeError, match=r"twin::cast has no derivative of its own"):

@@ -77,10 +77,3 @@ def test_refusals(arguments: dict[str, Any], sentence: str) -> None:
     }
     with pytest.raises(ValueError, match=f"^twin::dequantize: .*{sentence}"):
         twin.dequantize(*(given | arguments).values())
-
-
-def test_what_a_compiler_is_told() -> None:
-    q = torch.zeros(4, 32, dtype=torch.uint8).view(E5M2)
-    torch.library.opcheck(
-        twin.dequantize.default, (q, torch.ones(1), False, torch.bfloat16), test_utils="test_faketensor"
-    )

@@ -177,14 +177,6 @@ def test_refusals(change: dict, sentence: str) -> None:
             twin.dropout_backward(given["x"], given["p"], given["rng_state"], given["kept"])
 
 
-def test_fake_tensors() -> None:
-    x, b, state = torch.ones(3, 8), torch.ones(8), torch.tensor([1, 2])
-    tests = ("test_schema", "test_faketensor")
-    for kept in (None, torch.ones(3)):
-        torch.library.opcheck(twin.bias_dropout_add.default, (x, b, x, 0.5, state, kept), test_utils=tests)
-        torch.library.opcheck(twin.dropout_backward.default, (x, 0.5, state, kept), test_utils=tests)
-
-
 def compare(rows, hidden, dtype, p, bias, residual, seed, offset=0) -> None:  # type: ignore[no-untyped-def]
     generator = torch.Generator().manual_seed(seed)
     x, r, g = (torch.randn(rows * hidden + offset, generator=generator).to(dtype) for _ in range(3))

@@ -15,7 +15,7 @@ from reference.nn.attentions.inference import InferenceParams
 from reference.nn.core.checks import NO_WINDOWS, Names, check_cudnn, check_grid, check_mask
 
 
-class Options(NamedTuple):
+class Extras(NamedTuple):
     """Those arguments of a forward, by what they are."""
 
     bias: Bias = NO_BIAS
@@ -25,7 +25,7 @@ class Options(NamedTuple):
     @staticmethod
     def checked(
         layer: str, layout: str, inference: InferenceParams | None, given: dict[str, Any], **more: Any
-    ) -> "Options":
+    ) -> "Extras":
         """Those arguments of the forward of a layer with a default `layout`, after a check of `given` and of `more`.
 
         `given`: by name all that is off by default, a bias and lengths among them; not `locals()`, which a compiler
@@ -35,15 +35,15 @@ class Options(NamedTuple):
         bias, lengths = Bias(*[given[name] for name in BIAS]), Lengths(*[given[name] for name in LENGTHS])
         layout = layout if more.get("qkv_format") is None else more["qkv_format"]
         check_padding(layer, lengths, given["pad_between_seqs"], layout)
-        return Options(bias, lengths, inference)
+        return Extras(bias, lengths, inference)
 
-    def of_self(self) -> "Options":
+    def of_self(self) -> "Extras":
         """As self-attention sees them: keys have the queries' lengths."""
-        if self is NO_OPTIONS or not self.lengths.given:
+        if self is NO_EXTRAS or not self.lengths.given:
             return self
         return self._replace(lengths=self.lengths.for_self())
 
-    def of_cross(self) -> "Options":
+    def of_cross(self) -> "Extras":
         """As a decoder's cross-attention sees them: without a cache."""
         return self if self.inference is None else self._replace(inference=None)
 
@@ -106,7 +106,7 @@ class Options(NamedTuple):
             check_grid(layer, shape[0], shape[1], device)
 
 
-NO_OPTIONS = Options()
+NO_EXTRAS = Extras()
 
 
 def defaults_of(forward: Callable[..., Any], names: str) -> dict[str, Any]:

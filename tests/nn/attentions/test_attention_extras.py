@@ -12,7 +12,7 @@ from shared.linear_cases import numbers
 import reference as te
 from reference.arguments import OFF
 from reference.nn.attentions import attention_bias, attention_lengths, dot_product_attention, multihead_attention
-from reference.nn.attentions.attention_options import Options
+from reference.nn.attentions.attention_extras import Extras
 from reference.nn.transformer import transformer_layer
 
 BF16 = torch.bfloat16
@@ -221,7 +221,7 @@ def test_what_is_off_by_default_is_checked_once_one_differs(name: str, monkeypat
     def checked(layer: str, layout: str, inference: Any, given: dict[str, Any], **more: Any) -> None:
         raise Checked(given)
 
-    monkeypatch.setattr(Options, "checked", staticmethod(checked))
+    monkeypatch.setattr(Extras, "checked", staticmethod(checked))
     defaults, made, shape = FORWARDS[name]
     layer, x = made(), torch.ones(shape)
     given = (x, x, x) if name == "DotProductAttention" else (x,)
