@@ -50,7 +50,7 @@ class Faulty(recorder.Recorder):
     fault: Fault
 
     def _due(self, moment: str) -> bool:
-        return len(self.made.ops) == self.fault.op and self.fault.moment == moment
+        return len(self.made.ops) == self.fault.op and self.fault.moment == moment and self.fault.flipped is None
 
     def _read(self, op: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> str:
         if self._due("before"):
@@ -60,7 +60,7 @@ class Faulty(recorder.Recorder):
             x = self.fault.flip(some if self.fault.read is None else [given[self.fault.read]])
             self.fault.known = x is not None
         at = super()._read(op, args, kwargs, given)
-        if self._due("while"):
+        if op.kind != "fed" and self._due("while"):
             some = [x for x in given if self._storage(x).written]
             self.fault.flip(some if self.fault.read is None else [given[self.fault.read]])
         return at

@@ -108,21 +108,28 @@ class Word(NamedTuple):
     word: int
 
 
-def locate(x: torch.Tensor, other: tuple[int, int]) -> Word | None:
-    """The one word in which `x`, on the CPU, differs from the tensor that has the digest `other`.
+def changed_word(words: int, one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int] | None:
+    """The position of the one word of `words` in which two tensors with these digests differ, and by how much.
 
     None if they differ in more words, or in none. That more words look like one is as rare as two equal digests.
     """
-    words = words_of(x)
-    mine = [int(part) for part in digest(x)]
-    change = _signed(other[0] - mine[0])
-    weighted = np.uint64((other[1] - mine[1]) % 2**64)
+    change = _signed(other[0] - one[0])
+    weighted = np.uint64((other[1] - one[1]) % 2**64)
     if change == 0 or abs(change) >= 1 << 32:
         return None
     with np.errstate(over="ignore"):
-        found = np.flatnonzero(factors(words.numel()) * np.uint64(change % 2**64) == weighted)
-    possible = [Word(int(i), int(words[i]) + change) for i in found if -(2**31) <= int(words[i]) + change < 2**31]
-    return possible[0] if len(possible) == 1 else None
+        found = np.flatnonzero(factors(words) * np.uint64(change % 2**64) == weighted)
+    return (int(found[0]), change) if len(found) == 1 else None
+
+
+def locate(x: torch.Tensor, other: tuple[int, int]) -> Word | None:
+    """The one word in which `x`, on the CPU, differs from the tensor that has the digest `other`; else None."""
+    words, mine = words_of(x), [int(part) for part in digest(x)]
+    found = changed_word(words.numel(), (mine[0], mine[1]), other)
+    if found is None:
+        return None
+    word = int(words[found[0]]) + found[1]
+    return Word(found[0], word) if -(2**31) <= word < 2**31 else None
 
 
 def with_word(x: torch.Tensor, word: Word) -> torch.Tensor:
