@@ -39,6 +39,7 @@ from reference import (  # noqa: F401
     collect_stats,
     cross_entropy,
     detect_anomaly,
+    diff,
     digest,
     fp8,
     fp8_autocast,

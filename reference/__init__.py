@@ -20,6 +20,7 @@ from reference.float8.float8_tensor import Float8Tensor
 from reference.float8.quantized_tensor import QuantizedTensor
 from reference.graphs.graph import make_graphed_callables
 from reference.inspect.anomaly import detect_anomaly
+from reference.inspect.diff import diff
 from reference.inspect.precision import PrecisionPlan, auto_precision
 from reference.inspect.recorded_step.recorder import record
 from reference.inspect.statistics import collect_stats
@@ -111,6 +112,7 @@ __all__ = [
     "convert",
     "cross_entropy",
     "detect_anomaly",
+    "diff",
     "digest",
     "formats",
     "fp8",

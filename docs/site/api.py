@@ -31,7 +31,7 @@ GROUPS = {
         f"reference.{name}"
         for name in (
             *("collect_stats", "auto_precision", "PrecisionPlan", "detect_anomaly"),
-            *("record", "digest", "trail"),
+            *("record", "digest", "trail", "diff"),
         )
     ],
     "State and graphs": [

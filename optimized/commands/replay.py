@@ -32,7 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def verdict(recording: file.Recording, result: Result) -> list[str]:
     """What was found, line by line."""
-    first = f"{'The same' if result.equal else 'Different'} bits: {coverage(recording, result)}."
+    how = "Different bits" if not result.equal else "The same bits" if result.ops else "Nothing judged"
+    first = f"{how}: {coverage(recording, result)}."
     aside = (
         f"Compared: {result.words:,} words of results, and {result.looks:,} tensors between those that wrote and "
         f"read them. Ops that are not judged had the inputs that were left for them; what they computed is not known."

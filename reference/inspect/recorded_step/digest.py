@@ -122,6 +122,22 @@ def changed_word(words: int, one: tuple[int, int], other: tuple[int, int]) -> tu
     return (int(found[0]), change) if len(found) == 1 else None
 
 
+def number_of(dtype: str, shape: tuple[int, ...], position: int, change: int) -> tuple[tuple[int, ...], str]:
+    """Which number of a tensor has a 32-bit word at this position that has changed by so much: its index, and in words.
+
+    Where a word holds several numbers, it is the one with the lowest bit that has changed.
+    """
+    size = getattr(torch, dtype).itemsize
+    low = (change & -change).bit_length() - 1
+    part = low // (8 * size) if size < 4 else 0
+    index, rest = [], position * 4 // size + part
+    for n in reversed(shape):
+        index.append(rest % n)
+        rest //= n
+    digits = f"{abs(change) >> 8 * size * part:0{2 * min(size, 4)}X}"
+    return tuple(index[::-1]), f"its bits changed by {'+-'[change < 0]}{digits}"
+
+
 def locate(x: torch.Tensor, other: tuple[int, int]) -> Word | None:
     """The one word in which `x`, on the CPU, differs from the tensor that has the digest `other`; else None."""
     words, mine = words_of(x), [int(part) for part in digest(x)]

@@ -88,15 +88,15 @@ def record(
         model: contains the layers; names of modules and tensors are those in it.
         path: of the file to write.
         optimizer: its state is named in the recording; its step may be inside the block.
-        ops: what is kept of each op's results. "digests": 128 bits a tensor, from which a single wrong word is still
-            found. "outputs": the whole tensors too.
+        ops: what is kept of each op's results, torch's among them. "digests": 128 bits a tensor, from which a single
+            wrong word is still found. "outputs": the whole tensors too.
         step: None, or which step of the block is recorded, from 1 on: it begins where the block begins or the
             optimizer's step before it ends, and ends, and is written, when the optimizer has made it.
 
     Raises:
         TypeError, ValueError: an argument is not accepted; nothing has run.
         RuntimeError: another step is being recorded; a module, or what runs in the block, replays a CUDA graph, whose
-            ops nobody sees; or, at the end, no op of `twin::` has run.
+            ops nobody sees; or, at the end, no op has run.
         reference.support.files.NotWritten: at the end; what stood at `path` is unchanged.
     """
     if not isinstance(model, torch.nn.Module):
@@ -213,10 +213,10 @@ class Recorder(TorchDispatchMode):
     def _finish(self) -> None:
         """Note the step's results, and write the file."""
         made = self.made
-        if not any(op.kind == "twin" for op in made.ops):
+        if not made.ops:
             raise RuntimeError(
-                "record: no op of twin ran in this thread's block, so there is nothing to replay and nothing was "
-                "written; a step of a model with layers of this package, in 16 bits or FP8, is accepted."
+                "record: no op ran in this thread's block, so there is nothing to compare and nothing was written; a "
+                "step of a model is accepted."
             )
         for name, _, x in named_tensors(self.model, self.optimizer, gradients=True):
             storage, region = self._storage(x), self._region(x)
@@ -347,7 +347,7 @@ class Recorder(TorchDispatchMode):
             digested = region.words and func.namespace in ("aten", "twin")
             storage.places.wrote(region, True if digested else None)
             kept = None
-            if self.keep and op.kind == "twin" and region.words:
+            if self.keep and digested:
                 kept = f"op/{len(self.made.ops)}/write/{i}"
                 self.made.tensors[kept] = x.detach().cpu().clone().contiguous()
             op.writes.append(Access(region, self._digest(x) if digested else None, kept))

@@ -22,7 +22,15 @@ from typing import Any
 
 import torch
 
-from reference.inspect.recorded_step.digest import _INTEGERS, changed_word, digest, locate, with_one_nan, with_word
+from reference.inspect.recorded_step.digest import (
+    _INTEGERS,
+    changed_word,
+    digest,
+    locate,
+    number_of,
+    with_one_nan,
+    with_word,
+)
 from reference.inspect.recorded_step.file import Access, Op, Recording, Region, op_in_words
 from reference.inspect.recorded_step.ops import RESULTS, argument_name, decoded, mutated, overload, tensors_of
 from reference.inspect.recorded_step.places import Places
@@ -143,11 +151,12 @@ class Replay:
 
     def _step(self, number: int, op: Op, observe: Observer | None) -> bool:
         """Run an op; return whether replay can go on."""
+        recording = self.recording
         for access in op.found:
             self._look(number, access)
         read = []
         for i, access in enumerate(op.reads):
-            x = self._input(number, access, self._called(access, op, read_name, i))
+            x = self._input(number, access, called(recording, access, op, read_name, i))
             if x is None:
                 return False
             read.append(x)
@@ -172,7 +181,7 @@ class Replay:
                 continue
             self.result.words += access.region.words
             self._note(access, number)
-            if not self._compare(number, access, x, self._called(access, op, written_name, i), None):
+            if not self._compare(number, access, x, called(recording, access, op, written_name, i), None):
                 return False
         if observe is not None and op.kind == "twin":
             observe(number, op, before, list(kept.values()))
@@ -214,7 +223,7 @@ class Replay:
             if left != self.recording.digests[access.digest]:
                 before = locate(x, left)
                 other = None if before is None else with_word(x, before)
-                self._differs(number, access, what, last[1], None if other is None else _first(x, other))
+                self._differs(number, access, what, last[1], None if other is None else first_word(x, other))
         return x
 
     def _look(self, number: int, access: Access) -> None:
@@ -228,15 +237,8 @@ class Replay:
             return
         self.result.looks += 1
         if digests[last[0]] != digests[access.digest]:
-            what = name_of(self.recording, access) or _plain(region)
+            what = called(self.recording, access, None, read_name, 0)
             self._differs(number, access, what, last[1], _changed(region, digests[last[0]], digests[access.digest]))
-
-    def _called(self, access: Access, op: Op, name: Callable[[Op, int], str], i: int) -> str:
-        """What a tensor of an op is: its name in the model, if it has one, and what it is to the op."""
-        known = name_of(self.recording, access)
-        if op.kind == "fed":
-            return known or _plain(access.region)
-        return name(op, i) if known is None else f"{known} ({name(op, i)})"
 
     def _compare(self, number: int, access: Access, x: torch.Tensor, what: str, writer: int | None) -> bool:
         """Compare with the recording and note a difference; return whether `x` is now what was recorded."""
@@ -250,7 +252,7 @@ class Replay:
         else:
             word = locate(x, wanted)
             other = None if word is None else with_word(x, word)
-        self._differs(number, access, what, writer, None if other is None else _first(other, x))
+        self._differs(number, access, what, writer, None if other is None else first_word(other, x))
         if other is not None:
             _put(x, other)
         return other is not None
@@ -270,7 +272,7 @@ def _put(x: torch.Tensor, values: torch.Tensor) -> None:
     x[tuple(once)].copy_(values[tuple(once)])
 
 
-def _first(recorded: torch.Tensor, replayed: torch.Tensor) -> tuple[Word, int]:
+def first_word(recorded: torch.Tensor, replayed: torch.Tensor) -> tuple[Word, int]:
     """The first number that differs, and how many do."""
     differ = with_one_nan(recorded.contiguous()) != with_one_nan(replayed.contiguous())
     at = tuple(int(i) for i in differ.nonzero()[0])
@@ -284,20 +286,11 @@ def _plain(region: Region) -> str:
 
 def _changed(region: Region, left: tuple[int, int], found: tuple[int, int]) -> tuple[Word, int] | None:
     """The one number of a region that has changed, by two digests; None if more have."""
-    size = region.torch_dtype.itemsize
     word = changed_word(-(-region.nbytes // 4), left, found)
     if word is None:
         return None
-    position, change = word
-    low = (change & -change).bit_length() - 1  # the lowest bit that has changed
-    number = position * 4 // size + (low // (8 * size) if size < 4 else 0)
-    index, rest = [], number
-    for n in reversed(region.shape):
-        index.append(rest % n)
-        rest //= n
-    size_of = abs(change) >> (8 * size * (low // (8 * size)) if size < 4 else 0)
-    said = f"its bits changed by {'+-'[change < 0]}{size_of:0{2 * min(size, 4)}X}"
-    return Word(tuple(index[::-1]), said, ""), 1
+    index, said = number_of(region.dtype, region.shape, *word)
+    return Word(index, said, ""), 1
 
 
 def _shown(x: torch.Tensor) -> str:
@@ -339,6 +332,14 @@ def written_name(op: Op, i: int) -> str:
 def read_name(op: Op, read: int) -> str:
     """What the tensor of that number among an op's reads is called."""
     return f"its argument {argument_name(op.name, op.args, op.kwargs, read)}"
+
+
+def called(recording: Recording, access: Access, op: Op | None, name: Callable[[Op, int], str], i: int) -> str:
+    """What a tensor is: its name in the model, if it has one, and what it is to an op that runs again."""
+    known = name_of(recording, access)
+    if op is None or op.kind == "fed":
+        return known or _plain(access.region)
+    return name(op, i) if known is None else f"{known} ({name(op, i)})"
 
 
 def name_of(recording: Recording, access: Access) -> str | None:
