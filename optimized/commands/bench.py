@@ -26,6 +26,7 @@ APART = {
     "parity": "twin parity --replay --write",
     "gpu_suite": "PYTHONPATH=. python tests/tools/gpu_suite.py",
     "mutation": "PYTHONPATH=. python tests/tools/mutation.py --count 300 --seed 1",
+    "drill": "twin drill --flips 1000 --write",
     "transformer_engine": "PYTHONPATH=. python tests/golden/record_transformer_engine.py --compare",
 }
 WHAT = {
@@ -33,6 +34,7 @@ WHAT = {
     "parity": "words of an H200 that a CPU computes again",
     "gpu_suite": "tests on a GPU, most against the CPU's bits",
     "mutation": "changes of the source that the tests notice",
+    "drill": "bits flipped in a step that are found",
     "transformer_engine": "words of Transformer Engine, equal or not",
 }
 ALL = "all"
@@ -140,7 +142,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
             console.print(f"{name} is measured by `{APART[name]}`; `twin bench {name} --recorded` shows it.")
         _show(console, _measure([name for name in names if name in BENCHMARKS], console, args.write))
         return 0
-    where = "" if args.name in ("parity", "mutation") else " on an H200"
+    where = "" if args.name in ("parity", "mutation", "drill") else " on an H200"
     console.print(f"Recorded{where}, not measured now (no Hopper GPU here, or --recorded).")
     for name in (name for name in names if tables.load(name) is None):
         console.print(f"{Path('docs/results') / name}.json is not there: this result has not been recorded.")

@@ -16,7 +16,6 @@ from unittest import mock
 import pytest
 import torch
 from rich.console import Console
-from shared.bit_flips import Fault, Faulty
 from shared.dry_gpu import DryGpu
 from shared.dry_runs import launches
 
@@ -29,6 +28,7 @@ from optimized.commands.report import Report
 from optimized.compare import Tally
 from optimized.recordings import case as parity_inputs
 from optimized.recordings import cases, outputs
+from reference.inspect.drills.faulty import Fault, Faulty
 from reference.state import scaling
 
 LIVE = {

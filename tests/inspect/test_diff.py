@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from shared import processes, ranks_with_a_trail
-from shared.bit_flips import Fault, Faulty
 from shared.recorded_steps import RECIPES, given, made, step
 
 import optimized
 import reference as te
 from optimized.commands import main
+from reference.inspect.drills.faulty import Fault, Faulty
 from reference.inspect.recorded_step import file
 
 BF16 = torch.bfloat16

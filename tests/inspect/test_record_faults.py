@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from shared.bit_flips import Fault, Faulty
 from shared.recorded_steps import RECIPES, given, made, step
 
 import reference as te
+from reference.inspect.drills.faulty import Fault, Faulty
 from reference.inspect.recorded_step import file
 from reference.inspect.recorded_step.ops import argument_name
 from reference.inspect.recorded_step.replay import Replay, Result

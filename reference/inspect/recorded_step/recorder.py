@@ -208,10 +208,11 @@ class Recorder(TorchDispatchMode):
         _recording = None
         if error_type is None:
             self._finish()
+            self._write()
         self._storages.clear()
 
     def _finish(self) -> None:
-        """Note the step's results, and write the file."""
+        """Note the step's results."""
         made = self.made
         if not made.ops:
             raise RuntimeError(
@@ -227,7 +228,9 @@ class Recorder(TorchDispatchMode):
         made.tensors |= self._random
         made.digests = _on_host(self._digests)
         made.about = about(self.model, OPS[self.keep], sorted(self._optimizers))
-        made.write(self.path)
+
+    def _write(self) -> None:
+        self.made.write(self.path)
 
     def _refuse_replay(self) -> None:
         """A CUDA graph is about to be replayed."""

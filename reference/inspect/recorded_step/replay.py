@@ -18,6 +18,7 @@ import contextlib
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -142,7 +143,10 @@ class Replay:
                 for storage in [one for one in self._bytes if self._until.get(one, -1) <= number]:
                     del self._bytes[storage]
             for access in recording.end:
-                if self._input(len(recording.ops), access, name_of(recording, access) or "a tensor") is None:
+                if (
+                    self._input(len(recording.ops), access, partial(called, recording, access, None, read_name, 0))
+                    is None
+                ):
                     result.ended = len(recording.ops)
                     break
             for access in recording.found:
@@ -156,7 +160,7 @@ class Replay:
             self._look(number, access)
         read = []
         for i, access in enumerate(op.reads):
-            x = self._input(number, access, called(recording, access, op, read_name, i))
+            x = self._input(number, access, partial(called, recording, access, op, read_name, i))
             if x is None:
                 return False
             read.append(x)
@@ -181,7 +185,7 @@ class Replay:
                 continue
             self.result.words += access.region.words
             self._note(access, number)
-            if not self._compare(number, access, x, called(recording, access, op, written_name, i), None):
+            if not self._compare(number, access, x, partial(called, recording, access, op, written_name, i), None):
                 return False
         if observe is not None and op.kind == "twin":
             observe(number, op, before, list(kept.values()))
@@ -204,7 +208,7 @@ class Replay:
         self._writers[storage] = number
         self._last[storage].wrote(access.region, None if access.digest is None else (access.digest, number))
 
-    def _input(self, number: int, access: Access, what: str) -> torch.Tensor | None:
+    def _input(self, number: int, access: Access, what: Callable[[], str]) -> torch.Tensor | None:
         """What an op reads, as the other device read it; None if that is not known."""
         region = access.region
         x = self._view(region)
@@ -237,10 +241,12 @@ class Replay:
             return
         self.result.looks += 1
         if digests[last[0]] != digests[access.digest]:
-            what = called(self.recording, access, None, read_name, 0)
+            what = partial(called, self.recording, access, None, read_name, 0)
             self._differs(number, access, what, last[1], _changed(region, digests[last[0]], digests[access.digest]))
 
-    def _compare(self, number: int, access: Access, x: torch.Tensor, what: str, writer: int | None) -> bool:
+    def _compare(
+        self, number: int, access: Access, x: torch.Tensor, what: Callable[[], str], writer: int | None
+    ) -> bool:
         """Compare with the recording and note a difference; return whether `x` is now what was recorded."""
         assert access.digest is not None
         wanted = self.recording.digests[access.digest]
@@ -258,11 +264,11 @@ class Replay:
         return other is not None
 
     def _differs(
-        self, number: int, access: Access, what: str, writer: int | None, first: tuple[Word, int] | None
+        self, number: int, access: Access, what: Callable[[], str], writer: int | None, first: tuple[Word, int] | None
     ) -> None:
         """Note a difference; `first` is the first number and how many differ, if they are known."""
         word, words = (None, None) if first is None else first
-        one = Difference(number, what, access.region, writer is not None, writer, word, words)
+        one = Difference(number, what(), access.region, writer is not None, writer, word, words)
         self.result.differences.append(one)
 
 
