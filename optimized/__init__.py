@@ -41,6 +41,8 @@ from reference import (  # noqa: F401
     collect_stats,
     cross_entropy,
     detect_anomaly,
+    diff,
+    digest,
     fp8,
     fp8_autocast,
     fp8_model_init,
@@ -64,6 +66,7 @@ from reference import (  # noqa: F401
     random,
     recipe,
     record,
+    trail,
     transformer_engine_state_dict,
 )
 from reference import conversion as _conversion

@@ -22,9 +22,12 @@ from reference.generation.generator import Generator
 from reference.generation.sampling import Sampling
 from reference.graphs.graph import make_graphed_callables
 from reference.inspect.anomaly import detect_anomaly
+from reference.inspect.diff import diff
 from reference.inspect.precision import PrecisionPlan, auto_precision
 from reference.inspect.recorded_step.recorder import record
 from reference.inspect.statistics import collect_stats
+from reference.inspect.trails.state import digest
+from reference.inspect.trails.trail import trail
 from reference.memory.offload import get_cpu_offload_context, mark_not_offload
 from reference.memory.recompute import checkpoint
 from reference.memory.rng_tracker import CudaRNGStatesTracker
@@ -113,6 +116,8 @@ __all__ = [
     "convert",
     "cross_entropy",
     "detect_anomaly",
+    "diff",
+    "digest",
     "formats",
     "fp8",
     "fp8_autocast",
@@ -142,5 +147,6 @@ __all__ = [
     "recipe",
     "record",
     "tensor_core",
+    "trail",
     "transformer_engine_state_dict",
 ]

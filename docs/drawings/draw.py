@@ -297,6 +297,7 @@ DRAWINGS = {
     "record": machinery.record,
     "simulator": machinery.simulator,
     "tapes": machinery.tapes,
+    "two_runs": machinery.two_runs,
 }
 
 if __name__ == "__main__":

@@ -101,6 +101,38 @@ def record() -> Drawing:
     return d
 
 
+def two_runs() -> Drawing:
+    """From two trails to a step, and from its two recordings to an op."""
+    d = Drawing(830, 372, "Two runs: their trails name the step, and recordings of that step name the op")
+    d.text(16, 22, "te.trail: a line of digests after each step", bold=True)
+    steps = (("1", 90), ("2", 170), ("…", 250), ("36", 330), ("37", 410), ("38", 490), ("…", 570))
+    for name, y in (("run a", 36), ("run b", 100)):
+        d.text(16, y + 24, name)
+        for label, x in steps:
+            d.box(x, y, 62, 36, label, GRAD if label in ("37", "38") and name == "run b" else PALE)
+    for label, x in steps:
+        d.text(x + 31, 92, "≠" if label in ("37", "38") or x > 500 else "=", 14, "middle")
+    d.text(654, 66, "twin diff a.trail b.trail:", 12.5)
+    d.text(654, 84, "step 37, and the first", 12.5)
+    d.text(654, 102, "tensor in it", 12.5)
+    d.arrow(441, 136, 441, 186)
+    d.text(452, 166, "the same step again, recorded in each run", 12)
+    d.text(16, 206, "te.record(step=37): every op of it", bold=True)
+    ops = (("cast", 90), ("gemm", 210), ("add", 330), ("mean", 450))
+    for name, y in (("run a", 220), ("run b", 284)):
+        d.text(16, y + 24, name)
+        for label, x in ops:
+            d.box(x, y, 92, 36, label, GRAD if label in ("add", "mean") and name == "run b" else GREY)
+        for (_, x), (_, following) in pairwise(ops):
+            d.arrow(x + 92, y + 18, following - 3, y + 18)
+    for label, x in ops:
+        d.text(x + 46, 276, "≠" if label in ("add", "mean") else "=", 14, "middle")
+    d.text(566, 250, "twin diff a.safetensors b.safetensors:", 12.5)
+    d.text(566, 268, "the op, the word, and what feeds it", 12.5)
+    d.text(90, 348, "twin replay of each says which of the two is what the definition computes.", 12.5)
+    return d
+
+
 def compile_() -> Drawing:
     """From a step that needs kernels to their cubins, side by side."""
     d = Drawing(

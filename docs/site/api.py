@@ -29,7 +29,11 @@ GROUPS = {
         for name in ("cross_entropy", "fused_linear_cross_entropy", "apply_rotary_pos_emb", "checkpoint", "convert")
     ],
     "Looking at a training": [
-        f"reference.{name}" for name in ("collect_stats", "auto_precision", "PrecisionPlan", "record", "detect_anomaly")
+        f"reference.{name}"
+        for name in (
+            *("collect_stats", "auto_precision", "PrecisionPlan", "detect_anomaly"),
+            *("record", "digest", "trail", "diff"),
+        )
     ],
     "State and graphs": [
         f"reference.{name}"

@@ -14,6 +14,7 @@ WORDS = (
     "dtype",
     "faster",
     "idea",
+    "named most often at",
     "part",
     "shape",
     "why",

@@ -17,7 +17,7 @@ from reference.support import files
 from reference.version import __version__
 
 __all__ = ["CommandError", "check_folder", "main", "parser", "positive"]
-SUBCOMMANDS = ("walkthrough", "train", "parity", "replay", "bench", "compile", "info")
+SUBCOMMANDS = ("walkthrough", "train", "parity", "replay", "diff", "drill", "bench", "compile", "info")
 
 
 class _Parser(argparse.ArgumentParser):

@@ -27,6 +27,7 @@ APART = {
     "gpu_suite": "PYTHONPATH=. python tests/tools/gpu_suite.py",
     "mutation": "PYTHONPATH=. python tests/tools/mutation.py --count 300 --seed 1",
     "house": "PYTHONPATH=. python tests/tools/count_house.py",
+    "drill": "twin drill --flips 1000 --write",
     "transformer_engine": "PYTHONPATH=. python tests/golden/record_transformer_engine.py --compare",
 }
 WHAT = {
@@ -35,6 +36,7 @@ WHAT = {
     "gpu_suite": "tests on a GPU, most against the CPU's bits",
     "mutation": "changes of the source that the tests notice",
     "house": "what a change costs in this tree",
+    "drill": "bits flipped in a step that are found",
     "transformer_engine": "words of Transformer Engine, equal or not",
 }
 ALL = "all"
@@ -142,7 +144,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
             console.print(f"{name} is measured by `{APART[name]}`; `twin bench {name} --recorded` shows it.")
         _show(console, _measure([name for name in names if name in BENCHMARKS], console, args.write))
         return 0
-    where = "" if args.name in ("parity", "mutation", "house") else " on an H200"
+    where = "" if args.name in ("parity", "mutation", "house", "drill") else " on an H200"
     console.print(f"Recorded{where}, not measured now (no Hopper GPU here, or --recorded).")
     for name in (name for name in names if tables.load(name) is None):
         console.print(f"{Path('docs/results') / name}.json is not there: this result has not been recorded.")

@@ -16,8 +16,9 @@ from rich.progress import Progress
 from optimized.commands import CommandError, outputs
 from optimized.commands.replay_page import page
 from reference.inspect.recorded_step import file
-from reference.inspect.recorded_step.replay import Refused, Result, in_words, replay
+from reference.inspect.recorded_step.replay import Refused, Result, replay
 from reference.inspect.recorded_step.statistics import Statistics
+from reference.inspect.recorded_step.words import coverage, in_words
 
 SUMMARY = "run a recorded training step again on a CPU: the first number that differs"
 
@@ -31,10 +32,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def verdict(recording: file.Recording, result: Result) -> list[str]:
     """What was found, line by line."""
-    aside = f"Not run again: {result.fed} of torch's own ops, whose results came from the file."
+    how = "Different bits" if not result.equal else "The same bits" if result.ops else "Nothing judged"
+    first = f"{how}: {coverage(recording, result)}."
+    aside = (
+        f"Compared: {result.words:,} words of results, and {result.looks:,} tensors between those that wrote and "
+        f"read them. Ops that are not judged had the inputs that were left for them; what they computed is not known."
+    )
     if result.equal:
-        return [f"The same bits: {result.ops} ops, {result.words:,} words.", *([aside] if result.fed else [])]
-    lines = ["Different bits.", f"First: {in_words(recording, result.differences[0])}"]
+        return [first, aside]
+    lines = [first, f"First: {in_words(recording, result.differences[0])}"]
     if len(result.differences) > 1:
         lines.append(f"{len(result.differences) - 1} more tensors differ, each judged by what the other device had.")
     if result.ended is not None:

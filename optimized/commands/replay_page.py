@@ -3,13 +3,15 @@
 import math
 from collections.abc import Sequence
 
+from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from optimized.commands.report import Report, escape
 from optimized.commands.steps.style import COLOURS, figure, styled
-from reference.inspect.recorded_step.file import Recording
-from reference.inspect.recorded_step.replay import Result, in_words, op_in_words
+from reference.inspect.recorded_step.file import Recording, op_in_words
+from reference.inspect.recorded_step.replay import Difference, Result
 from reference.inspect.recorded_step.statistics import Row, Statistics
+from reference.inspect.recorded_step.words import in_words, life
 from reference.numbers import formats
 
 _KINDS = {"float8_e4m3fn": "E4M3", "float8_e5m2": "E5M2", "bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
@@ -27,12 +29,44 @@ def page(recording: Recording, result: Result, statistics: Statistics, origin: s
         report.text(*map(escape, verdict))
         rest = result.differences[1:_SHOWN]
         if rest:
-            report.table(["op", "what differs"], [[one.op, in_words(recording, one)] for one in rest])
+            report.table(
+                ["op", "what differs"], [[_link(one.op, statistics), in_words(recording, one)] for one in rest]
+            )
+        if result.differences:
+            _tensor(report, recording, result.differences[0], statistics)
         report.text(*_firsts(recording, statistics))
         if statistics.rows:
             _step(report, result, statistics)
-            _layers(report, statistics.rows)
+            _layers(report, statistics.rows, result.differences)
         return report.html()
+
+
+def _anchor(number: int) -> Markup:
+    """An op's number, which links lead to."""
+    return Markup(f'<a id="op-{number}">{number}</a>')
+
+
+def _link(number: int, statistics: Statistics) -> object:
+    """An op's number, which leads to its row below, if it has one."""
+    if any(row.op == number for row in statistics.rows):
+        return Markup(f'<a href="#op-{number}">{number}</a>')
+    return number
+
+
+def _tensor(report: Report, recording: Recording, first: Difference, statistics: Statistics) -> None:
+    """The ops that wrote and read the tensor that differs, from first to last."""
+    known = recording.names.get((first.region.storage, first.region.offset))
+    report.section("The tensor", known or "")
+    rows = life(recording, first.region)
+    marked = [i for i, (number, how, *_) in enumerate(rows) if number == first.op and (how != "wrote") == first.read]
+    near = range(max(0, min(marked, default=0) - _SHOWN // 2), max(marked, default=0) + _SHOWN // 2)
+    cells = [[_link(number, statistics), *more] for i, (number, *more) in enumerate(rows) if i in near]
+    caption = (
+        f"What each op left or found in {escape(first.tensor)}: two digests that are equal mean the same bits. "
+        f"Marked is the first op that differs; numbers lead to its row in the tables of layers."
+    )
+    head = ["op", "did", "which", "digest"]
+    report.table(head, cells, caption, {i - near.start for i in marked})
 
 
 def _firsts(recording: Recording, statistics: Statistics) -> list[str]:
@@ -86,7 +120,7 @@ def _picture(result: Result, statistics: Statistics) -> Figure:
     return drawn
 
 
-def _layers(report: Report, rows: Sequence[Row]) -> None:
+def _layers(report: Report, rows: Sequence[Row], differences: Sequence[Difference]) -> None:
     report.section("Layer by layer")
     report.text(
         "<b>amax</b> is the largest magnitude, of codes that of the numbers before the cast; <b>scale</b> is what they "
@@ -96,14 +130,16 @@ def _layers(report: Report, rows: Sequence[Row]) -> None:
     for at, phase in dict.fromkeys((row.at, row.phase) for row in rows):
         where = ", ".join(part for part in (at or "outside of a layer", phase) if part)
         report.text(f"<b>{escape(where)}</b>")
-        report.table(_HEAD, [_cells(row) for row in rows if (row.at, row.phase) == (at, phase)])
+        here = [row for row in rows if (row.at, row.phase) == (at, phase)]
+        marked = {i for i, row in enumerate(here) if any(row.op == one.op for one in differences)}
+        report.table(_HEAD, [_cells(row) for row in here], marked=marked)
 
 
 def _cells(row: Row) -> list[object]:
     form = f"{_KINDS.get(row.dtype, row.dtype)}\u00a0{'×'.join(map(str, row.shape))}"
     counts = f"{row.nan:,}, {row.infinite:,}" if row.nan or row.infinite else "0"
     numbers = [_number(row.amax), _number(row.scale), _share(row.saturated), _share(row.underflowed), _number(row.sqnr)]
-    return [row.op, _breakable(row.name), _breakable(row.tensor), form, *numbers, counts]
+    return [_anchor(row.op), _breakable(row.name), _breakable(row.tensor), form, *numbers, counts]
 
 
 def _breakable(name: str) -> str:

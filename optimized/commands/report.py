@@ -7,7 +7,7 @@ import base64
 import html
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -63,9 +63,17 @@ class Report:
         """Add preformatted texts side by side, each with a heading."""
         self._blocks.append(("columns", blocks))
 
-    def table(self, head: Sequence[str], rows: Sequence[Sequence[object]], caption: str = "") -> None:
-        """Add a table with a caption (HTML); numbers and 32-bit words in hexadecimal are set as such."""
-        cells = [[(_look(text), text) for text in map(str, row)] for row in rows]
+    def table(
+        self, head: Sequence[str], rows: Sequence[Sequence[object]], caption: str = "", marked: Container[int] = ()
+    ) -> None:
+        """Add a table with a caption (HTML); numbers and 32-bit words in hexadecimal are set as such.
+
+        A cell that is `Markup` stands as it is. `marked`: the numbers of the rows that are set off.
+        """
+        cells = [
+            (i in marked, [(_look(text), text) for text in (x if isinstance(x, Markup) else str(x) for x in row)])
+            for i, row in enumerate(rows)
+        ]
         self._blocks.append(("table", {"head": head, "rows": cells, "caption": Markup(caption)}))
 
     def picture(self, figure: Figure, caption: str, alternative: str) -> None:

@@ -16,6 +16,7 @@ from optimized.bench import Payload
 from optimized.bench.kernels import gemm
 from optimized.bench.layers import layer_tables, rowwise_torchao
 from optimized.bench.table import Table, origin, table
+from reference.inspect.drills.drill import OUTCOMES
 from reference.support import files
 
 _GEMMS = ("gemm", "gemm_blocks", "gemm_epilogue", "gemm_shapes", "gemm_equality", "ladder")
@@ -145,12 +146,35 @@ def house(payload: Payload) -> list[Table]:
     return [Table("The tree", columns, tuple(rows), how, note)]
 
 
+def drill(payload: Payload) -> list[Table]:
+    """What became of faults that were injected into a step."""
+    rows = []
+    for kind, found in payload["kinds"].items():
+        outcomes = found["outcomes"]
+        ops = sorted(found["at"].items(), key=lambda one: -one[1])
+        where = ", ".join(name.removeprefix("twin::") for name, _ in ops[:3])
+        counts = (found["flips"], found["changed"], *(outcomes[what] for what in OUTCOMES))
+        rows.append((kind, *(f"{n:,}" for n in counts), where))
+    names = ("no effect", "op and word named", "op named", "a later op named", "not judged", "missed")
+    how = (
+        "One flipped bit in each recorded step of a small TransformerLayer in FP8, and what a replay of the recording "
+        "said; a product, an aligned sum and an accumulator are inside the tensor core's model."
+    )
+    note = (
+        f"`{payload['command']}`, {payload['provenance']['date'][:10]}. Without effect: every result is as without the "
+        f"flip. Not judged: torch's own ops, which the verdict names."
+    )
+    columns = ("what is flipped", "flips", "change a result", *names, "named most often at")
+    return [Table("Flipped bits", columns, tuple(rows), how, note)]
+
+
 BUILDERS: dict[str, Callable[[Payload], list[Table]]] = {
     **{module.NAME: module.tables for module in BENCHMARKS},
     "parity": parity,
     "gpu_suite": gpu_suite,
     "mutation": mutation,
     "house": house,
+    "drill": drill,
     "transformer_engine": transformer_engine,
 }
 DETAILS = {  # more tables of a result, for docs/results.md
@@ -168,10 +192,10 @@ GROUPS = {
         *("stats", "decode", "first_step"),
     ),
     "Training": ("single_gpu", "training", "train", "seeds", "trainer"),
-    "How it was tested": ("parity", "transformer_engine", "gpu_suite", "mutation", "house"),
+    "How it was tested": ("parity", "transformer_engine", "gpu_suite", "mutation", "drill", "house"),
 }
 PICTURES = {  # of a group, above its tables
-    "Attention": "![Bars show TFLOP/s by sequence, forward and backward: exact attention and cuDNN's](attention.png)"
+    "Attention": "![Bars show TFLOP/s by sequence, forward and backward: exact attention and cuDNN's](attention.png)",
 }
 
 

@@ -18,8 +18,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
+from reference.checkpoints.flipped_bit import flipped_bit
 from reference.support import files
 
 FIRST = "1"  # the version without a seal
@@ -94,14 +96,25 @@ def metadata(path: Path, what: str, version: str, written_by: str) -> tuple[dict
         raise files.Damaged(f"{path} is no whole safetensors file ({str(error).rstrip('.')}).") from error
     if about.get("twin_engine") != what:
         raise files.Damaged(f"{path} is a safetensors file, and no {what}; {written_by} writes those.")
-    if about.get("version") not in (FIRST, version):
+    older = [str(number) for number in range(int(FIRST), int(version))]
+    if about.get("version") not in (*older, version):
         raise files.Damaged(
-            f"{path} is a {what} of version {about.get('version')!r}; version {version!r} is accepted, and {FIRST!r}: "
-            f"use the Twin Engine that wrote it."
+            f"{path} is a {what} of version {about.get('version')!r}; version {version!r} is accepted, and "
+            f"{', '.join(map(repr, older))}: use the Twin Engine that wrote it."
         )
     if about["version"] != FIRST and found is None:
         raise files.Damaged(f"{path} is damaged, at its header: its seal is missing.")
     return about, found is not None
+
+
+def _flip(x: torch.Tensor, written: int, found: int) -> str:
+    """In words, the bit that has flipped, if that explains the sums."""
+    bit = flipped_bit(x.nbytes, written, found)
+    if bit is None:
+        return ""
+    element, byte = divmod(bit[0], x.element_size())
+    index = [int(i) for i in np.unravel_index(element, tuple(x.shape))]
+    return f"; one flipped bit explains it, bit {8 * byte + bit[1]} of the number at {index}"
 
 
 def read(path: Path, what: str, version: str, written_by: str) -> CheckedFile:
@@ -117,6 +130,10 @@ def read(path: Path, what: str, version: str, written_by: str) -> CheckedFile:
     if checked:
         sums = json.loads(about["crc32"])
         for name, x in tensors.items():
-            if zlib.crc32(_bytes(x)) != sums[name]:
-                raise files.Damaged(f"{path} is damaged, at {name!r}: its bytes are not those that were written.")
+            found = zlib.crc32(_bytes(x))
+            if found != sums[name]:
+                raise files.Damaged(
+                    f"{path} is damaged, at {name!r}: its bytes are not those that were written"
+                    f"{_flip(x, sums[name], found)}."
+                )
     return CheckedFile(tensors, about, checked)

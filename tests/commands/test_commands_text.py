@@ -16,7 +16,6 @@ from unittest import mock
 import pytest
 import torch
 from rich.console import Console
-from shared.bit_flips import Fault, Faulty
 from shared.dry_gpu import DryGpu
 from shared.dry_runs import launches
 
@@ -29,6 +28,7 @@ from optimized.commands.report import Report
 from optimized.compare import Tally
 from optimized.recordings import case as parity_inputs
 from optimized.recordings import cases, outputs
+from reference.inspect.drills.faulty import Fault, Faulty
 from reference.state import scaling
 
 LIVE = {
@@ -235,10 +235,13 @@ def test_a_step_is_replayed(what: str, tmp_path: Path, monkeypatch: pytest.Monke
     assert re.search(rf"{path}: 22 ops, recorded on ", text)
     assert f"Report: {page}" in text
     if first is None:
-        assert re.search(r"The same bits: 19 ops, [\d,]+ words\.", text)
-        assert "Not run again: 3 of torch's own ops, whose results came from the file." in text
+        judged = r"The same bits: 19 of 22 ops judged, all \d+ GEMMs; not judged: aten::\w+, aten::\w+ and aten::\w+\."
+        assert re.search(rf"{judged}\nCompared: [\d,]+ words of results, and [\d,]+ tensors between ", text), text
     else:
-        assert re.search(f"Different bits\\.\\s+First: {first}", text), text
+        assert re.search(f"Different bits: \\d+ of 22 ops judged, .*; not judged: .*\\.\\s+First: {first}", text), text
+        assert html.count('<tr class="marked">') >= 1 + (what != "digests alone")
+        for link in re.findall(r'href="#(op-\d+)"', html):
+            assert f'<a id="{link}">' in html
         assert ("Nothing after op 1 was compared" in text) == (what == "digests alone")
     assert ('<span class="verdict">the same bits</span>' in html) == (first is None)
     assert "There is no NaN and no infinity" in html
@@ -249,7 +252,7 @@ def test_a_step_is_replayed(what: str, tmp_path: Path, monkeypatch: pytest.Monke
     assert layers == ["mlp, forward", "head, forward", "head, backward", "mlp, backward"]
     rows = [
         [re.sub("<[^>]*>", "", cell) for cell in re.findall(r"<td[^>]*>(.*?)</td>", row)]
-        for row in re.findall(r"<tr>(<td.*?)</tr>", html)
+        for row in re.findall(r"<tr[^>]*>(<td.*?)</tr>", html)
     ]
     rows = [row for row in rows if len(row) == 10]
     assert [int(row[0]) for row in rows] == sorted(int(row[0]) for row in rows)

@@ -82,6 +82,7 @@ def argv(folder: Path, draw: random.Random) -> list[str]:
             ["walkthrough", "--output", path()],
             ["parity", "--record", path()],
             ["parity", "--op"],
+            ["diff", path(), path()],
         ]
         return draw.choice([*where, ["bench", draw.choice(("gemm", "x")), "--write"], ["info", path()], [path()]])
     found = ["train", draw.choice((str(folder / "text"), str(folder / "text"), path())), *SMALL]

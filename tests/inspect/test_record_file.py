@@ -3,12 +3,14 @@
 import errno
 import hashlib
 import json
+import math
 import os
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -18,6 +20,7 @@ import reference as te
 from optimized.commands import main
 from reference.checkpoints import checked_safetensors
 from reference.inspect.recorded_step import file
+from reference.inspect.recorded_step.words import coverage
 from reference.support import files
 
 Tensors = dict[str, torch.Tensor]
@@ -65,7 +68,8 @@ WRONG: dict[str, tuple[Callable[[dict[str, Any], Tensors], None], str]] = {
     "no weight": (lambda program, tensors: tensors.pop("model/weight"), r"is damaged: it has no 'model/weight'"),
     "no ops": (lambda program, tensors: program.pop("ops"), r"is damaged: it has no 'ops'"),
     "no origin": (lambda program, tensors: program["about"].pop("provenance"), r"is damaged: it has no 'provenance'"),
-    "a bit": (bend, r"is damaged: 'model/weight' does not have the digest that was recorded for it"),
+    "a bit": (bend, r"is damaged: 'model/weight' does not have the digest that was recorded for it, which says "
+           r"[0-9A-F]{8} of its 32-bit word 81\."),
     "an op": (first_op("name", "twin::warp"), r"is damaged: it has the op 'twin::warp' of the kind 'twin'"),
     "a kind": (first_op("kind", "magic"), r"is damaged: it has the op .* of the kind 'magic'"),
     "a torch op": (
@@ -127,8 +131,10 @@ def test_a_foreign_or_cut_file_is_one_sentence(
 def test_another_version_is_one_sentence(good: bytes, tmp_path: Path) -> None:
     path = tmp_path / "step.safetensors"
     path.write_bytes(good)
-    rewritten(path, lambda program, tensors: None, version="3")
-    with pytest.raises(files.Damaged, match=r"is a recorded step of version '3'; version '2' is accepted, and '1'"):
+    rewritten(path, lambda program, tensors: None, version="4")
+    with pytest.raises(
+        files.Damaged, match=r"is a recorded step of version '4'; version '3' is accepted, and '1', '2'"
+    ):
         file.read(path)
     with pytest.raises(FileNotFoundError, match=r"absent"):
         file.read(tmp_path / "absent")
@@ -146,8 +152,14 @@ def test_a_flipped_bit_is_found_in_every_entry(good: bytes, tmp_path: Path) -> N
             bent = bytearray(good)
             bent[at] ^= 1 << at % 8
             path.write_bytes(bent)
-            with pytest.raises(files.Damaged, match=f"is damaged, at {name!r}: its bytes are not those"):
+            with pytest.raises(files.Damaged, match=f"is damaged, at {name!r}: its bytes are not those") as error:
                 file.read(path)
+            found = re.search(r"one flipped bit explains it, bit (\d+) of the number at \[(.*)\]\.$", str(error.value))
+            assert found is not None
+            index = [int(i) for i in found[2].split(", ")] if found[2] else []
+            size = (end - begin) // max(1, math.prod(entry["shape"]))
+            element = np.ravel_multi_index(index, entry["shape"]) if index else 0
+            assert divmod(8 * (at - begin) + at % 8, 8 * size) == (element, int(found[1]))
 
 
 def test_a_file_of_version_1_is_read_and_replay_says_what_was_not_checked(
@@ -163,6 +175,23 @@ def test_a_file_of_version_1_is_read_and_replay_says_what_was_not_checked(
     assert not file.read(path).checked
     assert main(["replay", str(path), "--output", str(page)]) == 0
     assert "version 1 of the format" in capsys.readouterr().out
+
+
+def without_found(program: dict[str, Any], tensors: Tensors) -> None:
+    for part in (program, *program["ops"]):
+        part.pop("found")
+    program["about"].pop("optimizers")
+
+
+def test_a_file_of_version_2_is_replayed(good: bytes, tmp_path: Path) -> None:
+    """It has no digests of what torch's own ops read."""
+    path = tmp_path / "step.safetensors"
+    path.write_bytes(good)
+    rewritten(path, without_found, version="2")
+    recording, result = replayed(path)
+    assert result.equal
+    assert recording.checked
+    assert "ops judged" in coverage(recording, result)
 
 
 def slowly(program: dict[str, Any], tensors: Tensors) -> None:

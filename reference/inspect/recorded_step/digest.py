@@ -85,9 +85,9 @@ def words_of(x: torch.Tensor) -> torch.Tensor:
 def digest(x: torch.Tensor) -> torch.Tensor:
     """The digest of a tensor of any shape, with real numbers: int64 `[2]` on its device, without waiting for it."""
     words = words_of(x)
+    if x.device.type == "cpu" and words.numel() <= ROW:  # without a dozen calls of torch's
+        return _small(words.numpy())
     found = torch.zeros(2, dtype=torch.int64, device=x.device)
-    if not words.numel():
-        return found
     columns, rows = _tables(x.device, _rows_of(words.numel()))
     for start in range(0, words.numel(), PIECE):
         piece, row = words[start : start + PIECE], start // ROW
@@ -101,6 +101,20 @@ def digest(x: torch.Tensor) -> torch.Tensor:
     return found
 
 
+def _small(words: np.ndarray) -> torch.Tensor:
+    """The digest of at most 2^16 words."""
+    row = _first_row()
+    with np.errstate(over="ignore"):
+        weighted = np.sum(words.astype(np.int64) * row[: len(words)], dtype=np.int64)
+    return torch.tensor([int(words.sum(dtype=np.int64)), int(weighted)], dtype=torch.int64, device="cpu")
+
+
+@cache
+def _first_row() -> np.ndarray:
+    """c_0, ... of the first 2^16 words, int64, which multiplies as uint64 does."""
+    return factors(ROW).view(np.int64)
+
+
 class Word(NamedTuple):
     """A 32-bit word of a tensor that differs from the digested one, and what the digest says it was."""
 
@@ -108,21 +122,44 @@ class Word(NamedTuple):
     word: int
 
 
-def locate(x: torch.Tensor, other: tuple[int, int]) -> Word | None:
-    """The one word in which `x`, on the CPU, differs from the tensor that has the digest `other`.
+def changed_word(words: int, one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int] | None:
+    """The position of the one word of `words` in which two tensors with these digests differ, and by how much.
 
     None if they differ in more words, or in none. That more words look like one is as rare as two equal digests.
     """
-    words = words_of(x)
-    mine = [int(part) for part in digest(x)]
-    change = _signed(other[0] - mine[0])
-    weighted = np.uint64((other[1] - mine[1]) % 2**64)
+    change = _signed(other[0] - one[0])
+    weighted = np.uint64((other[1] - one[1]) % 2**64)
     if change == 0 or abs(change) >= 1 << 32:
         return None
     with np.errstate(over="ignore"):
-        found = np.flatnonzero(factors(words.numel()) * np.uint64(change % 2**64) == weighted)
-    possible = [Word(int(i), int(words[i]) + change) for i in found if -(2**31) <= int(words[i]) + change < 2**31]
-    return possible[0] if len(possible) == 1 else None
+        found = np.flatnonzero(factors(words) * np.uint64(change % 2**64) == weighted)
+    return (int(found[0]), change) if len(found) == 1 else None
+
+
+def number_of(dtype: str, shape: tuple[int, ...], position: int, change: int) -> tuple[tuple[int, ...], str]:
+    """Which number of a tensor has a 32-bit word at this position that has changed by so much: its index, and in words.
+
+    Where a word holds several numbers, it is the one with the lowest bit that has changed.
+    """
+    size = getattr(torch, dtype).itemsize
+    low = (change & -change).bit_length() - 1
+    part = low // (8 * size) if size < 4 else 0
+    index, rest = [], position * 4 // size + part
+    for n in reversed(shape):
+        index.append(rest % n)
+        rest //= n
+    digits = f"{abs(change) >> 8 * size * part:0{2 * min(size, 4)}X}"
+    return tuple(index[::-1]), f"its bits changed by {'+-'[change < 0]}{digits}"
+
+
+def locate(x: torch.Tensor, other: tuple[int, int]) -> Word | None:
+    """The one word in which `x`, on the CPU, differs from the tensor that has the digest `other`; else None."""
+    words, mine = words_of(x), [int(part) for part in digest(x)]
+    found = changed_word(words.numel(), (mine[0], mine[1]), other)
+    if found is None:
+        return None
+    word = int(words[found[0]]) + found[1]
+    return Word(found[0], word) if -(2**31) <= word < 2**31 else None
 
 
 def with_word(x: torch.Tensor, word: Word) -> torch.Tensor:

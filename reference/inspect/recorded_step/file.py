@@ -8,7 +8,10 @@
     op/...      other whole tensors: op/<op's number>/read/<number>, op/<op's number>/write/<number>
 
 A tensor of an op is a `Region` of a storage, so views need no ops. An op reads what earlier ops wrote; what no recorded
-op wrote, a weight for instance, or a result of torch's, is in the file ("fed").
+op wrote, a weight for instance, or a result of torch's, is in the file ("fed"). Of what an op that is not run again
+reads the file has a digest alone ("found"), to be compared with the digest that was left there.
+
+Versions 1 (without checksums) and 2 (without `found`) are read, too.
 """
 
 import hashlib
@@ -22,11 +25,11 @@ from typing import Any, NamedTuple
 import torch
 
 from reference.checkpoints import checked_safetensors
-from reference.inspect.recorded_step.digest import digest
+from reference.inspect.recorded_step.digest import digest, locate
 from reference.inspect.recorded_step.ops import DTYPES, EXACT, SAFE, check_arguments, dtype_name, is_defined, mutated
 from reference.support import files
 
-FORMAT, VERSION = "recorded step", "2"
+FORMAT, VERSION = "recorded step", "3"
 
 
 class Region(NamedTuple):
@@ -53,12 +56,20 @@ class Region(NamedTuple):
         """torch's dtype."""
         return DTYPES[self.dtype]
 
+    def begin(self) -> int:
+        """The first byte of the storage in it."""
+        return self.offset * self.torch_dtype.itemsize
+
     def end(self) -> int:
         """The first byte of the storage behind it."""
         if not self.words:
             return 0
         last = self.offset + sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True))
         return (last + 1) * self.torch_dtype.itemsize
+
+    def overlaps(self, other: "Region") -> bool:
+        """Whether they may have a byte of their storage in common."""
+        return self.begin() < other.end() and other.begin() < self.end()
 
     def place(self) -> "Region":
         """Without the shape, where the elements are side by side: a digest does not depend on it."""
@@ -100,9 +111,11 @@ class Op:
         kind: "twin" (its definition runs again), "torch" (torch's op runs again) or "fed" (it does not).
         name: as in torch.ops, such as "twin::cast".
         at: the path of its module in the model; "" where that is not known.
-        phase: "forward" or "backward"; "" outside of autograd.
-        args, kwargs: plain values; {"read": i} is the i-th of `reads`, {"dtype": ...} a dtype.
-        reads, writes: its tensors. Writes are the results, then the arguments that it changes.
+        phase: "forward" or "backward"; "optimizer" in an optimizer's step; "" outside of both.
+        args, kwargs: plain values; {"read": i} is the i-th of `reads`, {"dtype": ...} a dtype. None where it is "fed".
+        reads, writes: its tensors. Writes are the results, then the arguments that it changes. Where it is "fed",
+            `reads` are those whose content replay has.
+        found: memory that it read and whose content replay does not have: digests alone.
     """
 
     kind: str
@@ -113,6 +126,7 @@ class Op:
     kwargs: dict[str, Any] = field(default_factory=dict)
     reads: list[Access] = field(default_factory=list)
     writes: list[Access] = field(default_factory=list)
+    found: list[Access] = field(default_factory=list)
 
 
 @dataclass
@@ -123,6 +137,7 @@ class Recording:
         ops: in the order in which they ran.
         start: named tensors as the step began; their content is known where an op reads it.
         end: named tensors, gradients among them, as the step ended.
+        found: those of them whose content replay does not have.
         storages: bytes of each.
         names: what a region is in the model: `[storage, offset]` → name.
         about: the model's structure, recipes and provenance.
@@ -133,6 +148,7 @@ class Recording:
     ops: list[Op] = field(default_factory=list)
     start: list[Access] = field(default_factory=list)
     end: list[Access] = field(default_factory=list)
+    found: list[Access] = field(default_factory=list)
     storages: list[int] = field(default_factory=list)
     names: dict[tuple[int, int], str] = field(default_factory=dict)
     about: dict[str, Any] = field(default_factory=dict)
@@ -146,13 +162,15 @@ class Recording:
         for op in self.ops:
             yield from op.reads
             yield from op.writes
+            yield from op.found
         yield from self.end
+        yield from self.found
 
     def write(self, path: Path) -> None:
         """Write the file, whole or not at all (`reference.support.files`)."""
         program = {
             "ops": [asdict(op) for op in self.ops],
-            **{name: getattr(self, name) for name in ("start", "end", "storages", "about")},
+            **{name: getattr(self, name) for name in ("start", "end", "found", "storages", "about")},
             "names": [[*where, name] for where, name in self.names.items()],
         }
         text = json.dumps(program, separators=(",", ":")).encode()
@@ -199,12 +217,14 @@ def _reason(error: Exception) -> str:
 def _parsed(program: Any, digests: torch.Tensor, tensors: dict[str, torch.Tensor]) -> Recording:
     """The recording, in which every reference has been followed."""
     ops = [
-        Op(**{**entry, "reads": _each(entry["reads"]), "writes": _each(entry["writes"])}) for entry in program["ops"]
+        Op(**{**entry, **{name: _each(entry[name]) for name in ("reads", "writes", "found") if name in entry}})
+        for entry in program["ops"]
     ]
     made = Recording(
         ops,
         _each(program["start"]),
         _each(program["end"]),
+        _each(program.get("found", [])),
         [int(n) for n in program["storages"]],
         {(int(storage), int(offset)): str(name) for storage, offset, name in program["names"]},
         dict(program["about"]),
@@ -259,4 +279,17 @@ def _check(access: Access, made: Recording) -> None:
             f"{whole!r} is {dtype_name(x.dtype)} {list(x.shape)}, and {region.dtype} {list(region.shape)} was meant"
         )
     if number is not None and tuple(digest(x).tolist()) != made.digests[number]:
-        raise ValueError(f"{whole!r} does not have the digest that was recorded for it")
+        word = locate(x, made.digests[number])
+        where = "" if word is None else f", which says {word.word % 2**32:08X} of its 32-bit word {word.position}"
+        raise ValueError(f"{whole!r} does not have the digest that was recorded for it{where}")
+
+
+def op_in_words(recording: Recording, number: int) -> str:
+    """Which op of the step a number is."""
+    if number < 0:
+        return "the start of the step"
+    if number >= len(recording.ops):
+        return "the end of the step"
+    op = recording.ops[number]
+    where = ", ".join(part for part in (op.at, op.phase) if part)
+    return f"op {number}, {op.name}" + (f" ({where})" if where else "")

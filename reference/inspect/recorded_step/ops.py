@@ -125,7 +125,10 @@ def changed_by(func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> 
 def _changeable(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[str, Any]]:
     """The names and values of the arguments that an op may change."""
     for name, value, argument in _named(func, args, kwargs):
-        if argument.alias_info is not None and argument.alias_info.is_write:
+        # Torch's ops of batch norm do not declare that they change their statistics.
+        if name in ("running_mean", "running_var") or (
+            argument.alias_info is not None and argument.alias_info.is_write
+        ):
             yield name, value
 
 

@@ -5,31 +5,30 @@ Every op goes through torch's dispatcher while a step is recorded, and a dispatc
     twin     an op of `twin::`: its arguments, the digest of each tensor that it read and wrote
     torch    an op of torch's that only moves, fills, converts or adds numbers, so that every device gives the same
              bits (`reference.inspect.recorded_step.ops.EXACT`): noted like one of `twin::`
-    fed      any other op of torch's: noted by name. Devices may round it otherwise, so it is not run again. Where a
-             twin op or an exact one reads its result, the file has the whole tensor
+    fed      any other op of torch's: noted by name, with digests. Devices may round it otherwise, so it is not run
+             again. Where a twin op or an exact one reads its result, the file has the whole tensor
 
 A tensor is a region of a storage. A storage's content is `known` where replay will have it: it was fed, or written by
-an op that replay runs. What an op reads and replay will not have is fed.
+an op that replay runs. What a twin op or an exact one reads and replay will not have is fed. What a fed op reads is
+digested, as all that ops write is, so memory that changes between any two ops is seen.
 """
 
 import contextlib
-import dataclasses
 import os
-import platform
 import sys
 import threading
-import time
 import weakref
-from enum import Enum
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from reference.graphs import graph
+from reference.inspect.recorded_step.about import about
 from reference.inspect.recorded_step.at_step import AtStep
 from reference.inspect.recorded_step.digest import digest
 from reference.inspect.recorded_step.file import Access, Op, Recording, Region
@@ -43,6 +42,7 @@ from reference.inspect.recorded_step.ops import (
     kind_of,
     tensors_of,
 )
+from reference.inspect.recorded_step.places import Places
 from reference.inspect.recorded_step.tensor_names import named_tensors
 from reference.random import get_state
 from reference.state import graph_seeds
@@ -75,6 +75,9 @@ def record(
     The file has what the step read (weights, FP8 state, random states, inputs, results of torch's own ops that ours
     read), the ops with their arguments, and digests of all their tensors; nothing is pickled.
 
+    Not run again are torch's own ops that compute, an optimizer of torch's among them. Memory that changes before they
+    read it is seen; what they compute is not judged, and `twin replay` says so.
+
     Cost: the ops run one by one: no tape is played (docs/tapes.md), and what torch.compile has compiled runs in
     eager mode. A digest takes about ten small launches and reads a tensor about six times; nobody waits for it. What
     goes into the file whole is copied to the host at once, which waits for the device, and stays there until the end:
@@ -85,15 +88,15 @@ def record(
         model: contains the layers; names of modules and tensors are those in it.
         path: of the file to write.
         optimizer: its state is named in the recording; its step may be inside the block.
-        ops: what is kept of each op's results. "digests": 128 bits a tensor, from which a single wrong word is still
-            found. "outputs": the whole tensors too.
+        ops: what is kept of each op's results, torch's among them. "digests": 128 bits a tensor, from which a single
+            wrong word is still found. "outputs": the whole tensors too.
         step: None, or which step of the block is recorded, from 1 on: it begins where the block begins or the
             optimizer's step before it ends, and ends, and is written, when the optimizer has made it.
 
     Raises:
         TypeError, ValueError: an argument is not accepted; nothing has run.
         RuntimeError: another step is being recorded; a module, or what runs in the block, replays a CUDA graph, whose
-            ops nobody sees; or, at the end, no op of `twin::` has run.
+            ops nobody sees; or, at the end, no op has run.
         reference.support.files.NotWritten: at the end; what stood at `path` is unchanged.
     """
     if not isinstance(model, torch.nn.Module):
@@ -139,6 +142,7 @@ class _Storage:
         written: whether anything has been written since its allocation, if that was seen.
         known: whether replay will have its content.
         fed: the regions that were fed since.
+        places: the regions of which a digest was noted since they were written.
         owner: the path of the module that its content belongs to.
     """
 
@@ -146,6 +150,7 @@ class _Storage:
         self.number, self.nbytes, self.written = number, nbytes, written
         self.known = False
         self.fed: set[Region] = set()
+        self.places: Places[bool] = Places()
         self.owner: str | None = None
 
 
@@ -160,6 +165,8 @@ class Recorder(TorchDispatchMode):
         self._digests: list[torch.Tensor] = []
         # A weak reference keeps a storage's address from being used again.
         self._storages: dict[int, tuple[StorageWeakRef, _Storage]] = {}
+        self._optimizers: set[str] = set()  # the classes of those that have made a step
+        self._in_step = 0
 
     # --- the block ---------------------------------------------------------------------------------------
 
@@ -173,6 +180,7 @@ class Recorder(TorchDispatchMode):
         for name, owner, x in named_tensors(self.model, self.optimizer):
             region = self._region(x)
             self._storage(x).owner = owner
+            self._storage(x).places.saw(region, True)
             self.made.names.setdefault((region.storage, region.offset), name)
             self.made.start.append(Access(region, self._digest(x)))
         _recording = weakref.ref(self)
@@ -181,6 +189,11 @@ class Recorder(TorchDispatchMode):
         self._around = contextlib.ExitStack()
         self._around.enter_context(_uncompiled())
         self._around.enter_context(graph_seeds.watched(self._refuse_replay))
+        for register, hook in (
+            (register_optimizer_step_pre_hook, self._step_begins),
+            (register_optimizer_step_post_hook, self._step_ends),
+        ):
+            self._around.callback(register(hook).remove)
         self._thread = threading.get_ident()
         super().__enter__()
         return self
@@ -195,38 +208,29 @@ class Recorder(TorchDispatchMode):
         _recording = None
         if error_type is None:
             self._finish()
+            self._write()
         self._storages.clear()
 
     def _finish(self) -> None:
-        """Note the step's results, and write the file."""
+        """Note the step's results."""
         made = self.made
-        if not any(op.kind == "twin" for op in made.ops):
+        if not made.ops:
             raise RuntimeError(
-                "record: no op of twin ran in this thread's block, so there is nothing to replay and nothing was "
-                "written; a step of a model with layers of this package, in 16 bits or FP8, is accepted."
+                "record: no op ran in this thread's block, so there is nothing to compare and nothing was written; a "
+                "step of a model is accepted."
             )
         for name, _, x in named_tensors(self.model, self.optimizer, gradients=True):
             storage, region = self._storage(x), self._region(x)
             made.names.setdefault((region.storage, region.offset), name)
-            if storage.known or region in storage.fed:
-                made.end.append(Access(region, self._digest(x)))
+            if storage.written and region.words:
+                known = storage.known or region in storage.fed
+                (made.end if known else made.found).append(Access(region, self._digest(x)))
         made.tensors |= self._random
         made.digests = _on_host(self._digests)
-        made.about = self._about()
-        made.write(self.path)
+        made.about = about(self.model, OPS[self.keep], sorted(self._optimizers))
 
-    def _about(self) -> dict[str, Any]:
-        gpu = torch.cuda.get_device_name() if torch.cuda.is_initialized() else None
-        return {
-            "modules": {name: _settings(module) for name, module in self.model.named_modules()},
-            "provenance": {
-                "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-                "torch": torch.__version__,
-                "python": platform.python_version(),
-                "gpu": gpu,
-                "ops": OPS[self.keep],
-            },
-        }
+    def _write(self) -> None:
+        self.made.write(self.path)
 
     def _refuse_replay(self) -> None:
         """A CUDA graph is about to be replayed."""
@@ -236,6 +240,13 @@ class Recorder(TorchDispatchMode):
                 "record: a CUDA graph is replayed in the block, whose ops cannot be seen; a step without one is "
                 "accepted."
             )
+
+    def _step_begins(self, optimizer: Any, *_: Any) -> None:
+        self._optimizers.add(f"{type(optimizer).__module__}.{type(optimizer).__qualname__}")
+        self._in_step += 1
+
+    def _step_ends(self, *_: Any) -> None:
+        self._in_step -= self._in_step > 0  # a step that began before the block ends in it
 
     # --- ops ---------------------------------------------------------------------------------------------
 
@@ -250,10 +261,10 @@ class Recorder(TorchDispatchMode):
                 self._storage(made, written=False)
             return made
         kind = kind_of(func, args, kwargs, given)
-        if func.is_view:
+        if func.is_view or func is torch.ops.aten._unsafe_view.default:
             return func(*args, **kwargs)
-        op = Op(kind, func._schema.name, phase=self.modules.phase())
-        op.at = self.modules.path() if kind == "fed" else self._read(op, args, kwargs, given)
+        op = Op(kind, func._schema.name, phase="optimizer" if self._in_step else self.modules.phase())
+        op.at = self._read(op, args, kwargs, given)
         out = func(*args, **kwargs)
         given = [x for x in given if has_numbers(x)]
         self._wrote(op, func, args, kwargs, given, [x for x in tensors_of(out) if has_numbers(x)])
@@ -261,11 +272,16 @@ class Recorder(TorchDispatchMode):
 
     def _read(self, op: Op, args: Any, kwargs: Any, given: list[torch.Tensor]) -> str:
         """Note what an op is about to read; return its module's path."""
-        for x in given:
-            op.reads.append(self._access(op, x))
-        numbers = iter(range(len(given)))
-        op.args = [encoded(x, numbers) for x in args]
-        op.kwargs = {name: encoded(x, numbers) for name, x in kwargs.items()}
+        if op.kind == "fed":
+            given = [x for x in given if has_numbers(x)]
+            for x in given:
+                self._found(op, x)
+        else:
+            for x in given:
+                op.reads.append(self._access(op, x))
+            numbers = iter(range(len(given)))
+            op.args = [encoded(x, numbers) for x in args]
+            op.kwargs = {name: encoded(x, numbers) for name, x in kwargs.items()}
         owners = {self._storage(x).owner for x in given} - {None}
         for found in (self._owners(given), owners):
             if len(found) == 1:
@@ -276,6 +292,23 @@ class Recorder(TorchDispatchMode):
         """The modules of the named tensors among these."""
         return {self._storage(x).owner for x in given if self._region(x)[:2] in self.made.names} - {None}
 
+    def _found(self, op: Op, x: torch.Tensor) -> None:
+        """Note what an op that is not run again is about to read."""
+        storage, region = self._storage(x), self._region(x)
+        if not storage.written or not region.words:
+            return
+        if not (storage.known or region in storage.fed):
+            self._look_around(op, x, storage.places.around(region))
+        elif all(access.region != region for access in op.reads):
+            op.reads.append(Access(region, self._digest(x)))
+
+    def _look_around(self, op: Op, x: torch.Tensor, regions: list[Region]) -> None:
+        """Note digests of regions of a tensor's storage."""
+        for one in regions:
+            if all(access.region != one for access in op.found):
+                op.found.append(Access(one, self._digest(_part(x, one))))
+                self._storage(x).places.saw(one, True)
+
     def _access(self, op: Op, x: torch.Tensor) -> Access:
         storage, region = self._storage(x), self._region(x)
         if not storage.written or not region.words:
@@ -283,6 +316,8 @@ class Recorder(TorchDispatchMode):
         number = self._digest(x)
         if storage.known or region in storage.fed:
             return Access(region, number)
+        self._look_around(op, x, [one for one in storage.places.around(region) if one != region])
+        storage.places.saw(region, True)
         storage.fed.add(region)
         storage.known = region.is_whole(storage.nbytes)
         name = f"model/{self.made.names.get((region.storage, region.offset), '')}"
@@ -299,7 +334,7 @@ class Recorder(TorchDispatchMode):
         memory = {self._storage(x).number for x in given}
         new = [x for x in results if self._storage(x, written=False).number not in memory]
         named = self._owners(given)
-        if op.kind == "fed" and not new and not changed:
+        if op.kind == "fed" and not new and not changed and (results or not (op.found or op.reads)):
             return
         for i, x in enumerate((*new, *changed)):
             storage, region = self._storage(x), self._region(x)
@@ -313,8 +348,9 @@ class Recorder(TorchDispatchMode):
                 storage.owner = next(iter(named))
             # What other libraries' ops write may not be there yet: collectives run beside.
             digested = region.words and func.namespace in ("aten", "twin")
+            storage.places.wrote(region, True if digested else None)
             kept = None
-            if self.keep and op.kind == "twin" and region.words:
+            if self.keep and digested:
                 kept = f"op/{len(self.made.ops)}/write/{i}"
                 self.made.tensors[kept] = x.detach().cpu().clone().contiguous()
             op.writes.append(Access(region, self._digest(x) if digested else None, kept))
@@ -326,7 +362,7 @@ class Recorder(TorchDispatchMode):
         """A tensor's storage; `written` is whether a new one may hold numbers."""
         storage = x.untyped_storage()
         found = self._storages.get(storage._cdata)
-        if found is None:
+        if found is None or found[1].nbytes != storage.nbytes():  # it may have been resized
             made = _Storage(len(self.made.storages), storage.nbytes(), written)
             self.made.storages.append(made.nbytes)
             found = self._storages[storage._cdata] = (StorageWeakRef(storage), made)
@@ -341,20 +377,10 @@ class Recorder(TorchDispatchMode):
         return len(self._digests) - 1
 
 
-def _settings(module: torch.nn.Module) -> dict[str, Any]:
-    """A module's class, its recipe and its plain attributes."""
-    found: dict[str, Any] = {"class": f"{type(module).__module__}.{type(module).__qualname__}"}
-    found |= {
-        name: value
-        for name, value in vars(module).items()
-        if not name.startswith("_") and (value is None or type(value) in (bool, int, float, str))
-    }
-    recipe = getattr(module, "fp8_meta", {}).get("recipe") if getattr(module, "fp8", False) else None
-    if recipe is not None:
-        fields = {one.name: getattr(recipe, one.name) for one in dataclasses.fields(recipe)}
-        plain = {name: value.name if isinstance(value, Enum) else value for name, value in fields.items()}
-        found["recipe"] = {"class": type(recipe).__name__, **plain}
-    return found
+def _part(x: torch.Tensor, region: Region) -> torch.Tensor:
+    """A region of a tensor's storage."""
+    whole = torch.empty(0, dtype=region.torch_dtype, device=x.device)
+    return whole.set_(x.untyped_storage(), region.offset, region.shape, region.stride)
 
 
 def _on_host(digests: list[torch.Tensor]) -> list[tuple[int, int]]:

@@ -6,6 +6,8 @@ digests with the recorded ones, runs the op's definition, and compares what the 
     the digest of an input differs     its content changed between the op that wrote it and this one: a memory fault
     the digest of an output differs    this op computed other bits
 
+An op that does not run again is judged by its inputs alone: their digests are compared with those that were left there.
+
 Where the recording says what the other device had (a whole tensor, or a digest from which the one wrong word follows),
 replay goes on with that, so what follows is judged by itself. Where it does not, replay ends.
 
@@ -13,22 +15,36 @@ NaNs of 16 and 32 bits are equal, whatever their bits.
 """
 
 import contextlib
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
-from reference.inspect.recorded_step.digest import _INTEGERS, digest, locate, with_one_nan, with_word
-from reference.inspect.recorded_step.file import Access, Op, Recording, Region
+from reference.inspect.recorded_step.digest import (
+    _INTEGERS,
+    changed_word,
+    digest,
+    locate,
+    number_of,
+    with_one_nan,
+    with_word,
+)
+from reference.inspect.recorded_step.file import Access, Op, Recording, Region, op_in_words
 from reference.inspect.recorded_step.ops import RESULTS, argument_name, decoded, mutated, overload, tensors_of
+from reference.inspect.recorded_step.places import Places
 
 Observer = Callable[[int, Op, list[torch.Tensor], list[torch.Tensor]], None]
 
 
 @dataclass(frozen=True)
 class Word:
-    """The first number in which two tensors differ; `recorded` is the other device's, `replayed` this CPU's."""
+    """The first number in which two tensors differ; `recorded` is the other device's, `replayed` this CPU's.
+
+    Where digests alone are known of both, `recorded` is the change, and `replayed` is "".
+    """
 
     index: tuple[int, ...]
     recorded: str
@@ -43,6 +59,7 @@ class Difference:
         op: number of the op that computed other bits, or read other bits than were written; the number of ops for the
             end of the step.
         tensor: what it is, in words.
+        region: where it is.
         read: whether the op read it.
         writer: number of the op that wrote it before; -1 for the start of the step. None where it is an output.
         word: the first number; None where the recording does not say.
@@ -51,6 +68,7 @@ class Difference:
 
     op: int
     tensor: str
+    region: Region
     read: bool
     writer: int | None
     word: Word | None
@@ -64,6 +82,7 @@ class Result:
     Attributes:
         ops, words: how many ops ran again, and how many numbers of their results were compared.
         fed: ops of torch's that were not run again.
+        looks: how many tensors that an op read were compared with what had been left there.
         differences: in their order.
         ended: the number of the op at which replay could not go on, or None.
     """
@@ -71,6 +90,7 @@ class Result:
     ops: int = 0
     words: int = 0
     fed: int = 0
+    looks: int = 0
     differences: list[Difference] = field(default_factory=list)
     ended: int | None = None
 
@@ -91,10 +111,12 @@ class Replay:
         self.recording, self.result = recording, Result()
         self._bytes: dict[int, torch.Tensor] = {}
         self._writers: dict[int, int] = {}
-        self._last: dict[Region, tuple[int, int]] = {}  # the last digest that was noted, and the number of its op
+        # Of each storage: the last digests that were noted, and the numbers of their ops.
+        self._last: defaultdict[int, Places[tuple[int, int]]] = defaultdict(Places)
         self._until: dict[int, int] = {}
         for number, op in enumerate(recording.ops):
             self._until |= {access.region.storage: number for access in (*op.reads, *op.writes)}
+        # What is compared by its digest alone needs no bytes.
         self._until |= {access.region.storage: len(recording.ops) for access in recording.end}
 
     def run(self, observe: Observer | None = None) -> Result:
@@ -105,38 +127,48 @@ class Replay:
         """
         recording, result = self.recording, self.result
         for access in recording.start:
-            self._note(access, -1)
+            if access.digest is not None:
+                self._last[access.region.storage].saw(access.region, (access.digest, -1))
         with torch.no_grad():
             for number, op in enumerate(recording.ops):
                 try:
                     goes_on = self._step(number, op, observe)
                 except RuntimeError as error:  # torch's: no memory, or a file that describes impossible tensors
                     reason = str(error).split("\n")[0].rstrip(".")
-                    raise Refused(f"{op_in_words(recording, number)} cannot run here ({reason}).") from error
+                    where = op_in_words(recording, number)
+                    raise Refused(f"{where} cannot run here ({reason}).") from error
                 if not goes_on:
                     result.ended = number
                     return result
                 for storage in [one for one in self._bytes if self._until.get(one, -1) <= number]:
                     del self._bytes[storage]
             for access in recording.end:
-                if self._input(len(recording.ops), access, self._name(access)) is None:
+                if (
+                    self._input(len(recording.ops), access, partial(called, recording, access, None, read_name, 0))
+                    is None
+                ):
                     result.ended = len(recording.ops)
                     break
+            for access in recording.found:
+                self._look(len(recording.ops), access)
         return result
 
     def _step(self, number: int, op: Op, observe: Observer | None) -> bool:
         """Run an op; return whether replay can go on."""
+        recording = self.recording
+        for access in op.found:
+            self._look(number, access)
+        read = []
+        for i, access in enumerate(op.reads):
+            x = self._input(number, access, partial(called, recording, access, op, read_name, i))
+            if x is None:
+                return False
+            read.append(x)
         if op.kind == "fed":
             self.result.fed += 1
             for access in op.writes:
                 self._note(access, number)
             return True
-        read = []
-        for i, access in enumerate(op.reads):
-            x = self._input(number, access, read_name(op, i))
-            if x is None:
-                return False
-            read.append(x)
         before = [x.clone() for x in read] if observe is not None else []
         results = tensors_of(_call(op, read))
         self.result.ops += 1
@@ -153,7 +185,7 @@ class Replay:
                 continue
             self.result.words += access.region.words
             self._note(access, number)
-            if not self._compare(number, access, x, written_name(op, i), None):
+            if not self._compare(number, access, x, partial(called, recording, access, op, written_name, i), None):
                 return False
         if observe is not None and op.kind == "twin":
             observe(number, op, before, list(kept.values()))
@@ -172,11 +204,11 @@ class Replay:
 
     def _note(self, access: Access, number: int) -> None:
         """Remember that an op wrote a region."""
-        self._writers[access.region.storage] = number
-        if access.digest is not None:
-            self._last[access.region.place()] = (access.digest, number)
+        storage = access.region.storage
+        self._writers[storage] = number
+        self._last[storage].wrote(access.region, None if access.digest is None else (access.digest, number))
 
-    def _input(self, number: int, access: Access, what: str) -> torch.Tensor | None:
+    def _input(self, number: int, access: Access, what: Callable[[], str]) -> torch.Tensor | None:
         """What an op reads, as the other device read it; None if that is not known."""
         region = access.region
         x = self._view(region)
@@ -184,17 +216,37 @@ class Replay:
             return x
         writer = self._writers.get(region.storage, -1)
         if access.whole is None:
+            self.result.looks += 1
             return x if self._compare(number, access, x, what, writer) else None
         _put(x, self.recording.tensors[access.whole])
-        digested, by = self._last.get(region.place(), (access.digest, -2))
-        self._last[region.place()] = (access.digest, number)
-        if by == writer and self.recording.digests[digested] != self.recording.digests[access.digest]:
-            before = locate(x, self.recording.digests[digested])
-            other = None if before is None else with_word(x, before)
-            self._differs(number, what, writer, None if other is None else (x, other))
+        last = self._last[region.storage].get(region)
+        self._last[region.storage].saw(region, (access.digest, number))
+        if last is not None:
+            self.result.looks += 1
+            left = self.recording.digests[last[0]]
+            if left != self.recording.digests[access.digest]:
+                before = locate(x, left)
+                other = None if before is None else with_word(x, before)
+                self._differs(number, access, what, last[1], None if other is None else first_word(x, other))
         return x
 
-    def _compare(self, number: int, access: Access, x: torch.Tensor, what: str, writer: int | None) -> bool:
+    def _look(self, number: int, access: Access) -> None:
+        """Compare what an op found with what was left there, by their digests alone."""
+        region, digests = access.region, self.recording.digests
+        if access.digest is None:
+            return
+        last = self._last[region.storage].get(region)
+        self._last[region.storage].saw(region, (access.digest, number))
+        if last is None:
+            return
+        self.result.looks += 1
+        if digests[last[0]] != digests[access.digest]:
+            what = partial(called, self.recording, access, None, read_name, 0)
+            self._differs(number, access, what, last[1], _changed(region, digests[last[0]], digests[access.digest]))
+
+    def _compare(
+        self, number: int, access: Access, x: torch.Tensor, what: Callable[[], str], writer: int | None
+    ) -> bool:
         """Compare with the recording and note a difference; return whether `x` is now what was recorded."""
         assert access.digest is not None
         wanted = self.recording.digests[access.digest]
@@ -206,21 +258,18 @@ class Replay:
         else:
             word = locate(x, wanted)
             other = None if word is None else with_word(x, word)
-        self._differs(number, what, writer, None if other is None else (other, x))
+        self._differs(number, access, what, writer, None if other is None else first_word(other, x))
         if other is not None:
             _put(x, other)
         return other is not None
 
     def _differs(
-        self, number: int, what: str, writer: int | None, pair: tuple[torch.Tensor, torch.Tensor] | None
+        self, number: int, access: Access, what: Callable[[], str], writer: int | None, first: tuple[Word, int] | None
     ) -> None:
-        """Note a difference; `pair` is the recorded tensor and the replayed one, if both are known."""
-        word, words = (None, None) if pair is None else _first(*pair)
-        self.result.differences.append(Difference(number, what, writer is not None, writer, word, words))
-
-    def _name(self, access: Access) -> str:
-        found = self.recording.names.get((access.region.storage, access.region.offset))
-        return "a tensor" if found is None else found
+        """Note a difference; `first` is the first number and how many differ, if they are known."""
+        word, words = (None, None) if first is None else first
+        one = Difference(number, what(), access.region, writer is not None, writer, word, words)
+        self.result.differences.append(one)
 
 
 def _put(x: torch.Tensor, values: torch.Tensor) -> None:
@@ -229,11 +278,25 @@ def _put(x: torch.Tensor, values: torch.Tensor) -> None:
     x[tuple(once)].copy_(values[tuple(once)])
 
 
-def _first(recorded: torch.Tensor, replayed: torch.Tensor) -> tuple[Word, int]:
+def first_word(recorded: torch.Tensor, replayed: torch.Tensor) -> tuple[Word, int]:
     """The first number that differs, and how many do."""
     differ = with_one_nan(recorded.contiguous()) != with_one_nan(replayed.contiguous())
     at = tuple(int(i) for i in differ.nonzero()[0])
     return Word(at, _shown(recorded[at]), _shown(replayed[at])), int(differ.sum())
+
+
+def _plain(region: Region) -> str:
+    """What a tensor without a name is."""
+    return f"a tensor {list(region.shape)} in {region.dtype}"
+
+
+def _changed(region: Region, left: tuple[int, int], found: tuple[int, int]) -> tuple[Word, int] | None:
+    """The one number of a region that has changed, by two digests; None if more have."""
+    word = changed_word(-(-region.nbytes // 4), left, found)
+    if word is None:
+        return None
+    index, said = number_of(region.dtype, region.shape, *word)
+    return Word(index, said, ""), 1
 
 
 def _shown(x: torch.Tensor) -> str:
@@ -277,39 +340,21 @@ def read_name(op: Op, read: int) -> str:
     return f"its argument {argument_name(op.name, op.args, op.kwargs, read)}"
 
 
+def called(recording: Recording, access: Access, op: Op | None, name: Callable[[Op, int], str], i: int) -> str:
+    """What a tensor is: its name in the model, if it has one, and what it is to an op that runs again."""
+    known = name_of(recording, access)
+    if op is None or op.kind == "fed":
+        return known or _plain(access.region)
+    return name(op, i) if known is None else f"{known} ({name(op, i)})"
+
+
+def name_of(recording: Recording, access: Access) -> str | None:
+    """The name in the model of a tensor, or None."""
+    return recording.names.get((access.region.storage, access.region.offset))
+
+
 def replay(recording: Recording, observe: Observer | None = None) -> Result:
     """Run a recorded step again; see `Replay.run`."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.device("cpu"))
         return Replay(recording).run(observe)
-
-
-# --- in words ----------------------------------------------------------------------------------------
-
-
-def op_in_words(recording: Recording, number: int) -> str:
-    """Which op of the step a number is."""
-    if number < 0:
-        return "the start of the step"
-    if number >= len(recording.ops):
-        return "the end of the step"
-    op = recording.ops[number]
-    where = ", ".join(part for part in (op.at, op.phase) if part)
-    return f"op {number}, {op.name}" + (f" ({where})" if where else "")
-
-
-def in_words(recording: Recording, found: Difference) -> str:
-    """A difference as a sentence."""
-    at = op_in_words(recording, found.op)
-    if found.read:
-        assert found.writer is not None
-        since = op_in_words(recording, found.writer)
-        text = f"{at} found other bits in {found.tensor} than {since} left there: its memory changed in between"
-        what = "found {0.recorded}, left {0.replayed}"
-    else:
-        text = f"{at} computed other bits in {found.tensor}"
-        what = "recorded {0.recorded}, replayed {0.replayed}"
-    if found.word is None:
-        return f"{text}; more than one word differs, and the recording has digests alone (record with ops='outputs')."
-    words = "1 word differs" if found.words == 1 else f"{found.words:,} words differ, the first"
-    return f"{text}; {words}, at {list(found.word.index)}: {what.format(found.word)}."

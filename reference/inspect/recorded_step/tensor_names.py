@@ -1,4 +1,4 @@
-"""The tensors of a model and of its optimizer, by the names that a recording gives them."""
+"""The tensors of a model and of its optimizer, by the names that recordings and trails give them."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -14,45 +14,66 @@ from reference.state.scaling import KEYS
 def named_tensors(
     model: torch.nn.Module, optimizer: Any, gradients: bool = False
 ) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """Every tensor with a name: the name, its module's path, the tensor; those that appear twice once."""
+    """Every tensor with a name that has numbers: the name, its module's path, the tensor.
+
+    Those that appear twice once, gradients aside.
+    """
     seen: set[tuple[int, int]] = set()
-    for name, owner, x in _every_named(model, optimizer):
+    for _, name, owner, x in every_named(model, optimizer, gradients):
         if not has_numbers(x):
             continue
         where = (x.untyped_storage()._cdata, int(x.storage_offset()))
-        if x.numel() and where not in seen:
+        if name.endswith(".grad") or (x.numel() and where not in seen):
             seen.add(where)
             yield name, owner, x
-    if gradients:
-        for name, parameter in model.named_parameters():
-            grad = parameter.grad
-            if grad is not None and type(grad) is torch.Tensor and has_numbers(grad):
-                yield f"{name}.grad", name.rpartition(".")[0], grad
 
 
-def _every_named(model: torch.nn.Module, optimizer: Any) -> Iterator[tuple[str, str, torch.Tensor]]:
+def every_named(
+    model: torch.nn.Module, optimizer: Any, gradients: bool = False
+) -> Iterator[tuple[str, str, str, torch.Tensor]]:
+    """Every tensor with a name: its kind (`reference.inspect.trails.state`), the name, its module's path, the tensor.
+
+    Of a tensor that is made of others (a DTensor, a weight in another library's format): those, by their names in it.
+    """
     parameters = list(model.named_parameters())
-    for name, x in (*parameters, *model.named_buffers()):
-        owner = name.rpartition(".")[0]
-        if isinstance(x, KeptTensor):
-            yield name, owner, x.codes
-            yield f"{name}_scale_inv", owner, x._scale_inv
-        elif type(x) in (torch.Tensor, torch.nn.Parameter):
-            yield name, owner, x.detach()
-        main_grad = getattr(x, "main_grad", None)
-        if isinstance(main_grad, torch.Tensor):
-            yield f"{name}.main_grad", owner, main_grad
+    for kind, named in (("parameters", parameters), ("buffers", model.named_buffers())):
+        for name, x in named:
+            owner = name.rpartition(".")[0]
+            for part, its in _parts(name, x):
+                yield kind, part, owner, its
+            main_grad = getattr(x, "main_grad", None)
+            if isinstance(main_grad, torch.Tensor):
+                for part, its in _parts(f"{name}.main_grad", main_grad):
+                    yield "gradients", part, owner, its
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
         for key in KEYS:
             meta = getattr(module, "fp8_meta", {}).get(key)
             if meta is not None:
-                yield f"{prefix}{key}.scale", path, meta.scale
-                yield f"{prefix}{key}.amax_history", path, meta.amax_history
+                yield "fp8", f"{prefix}{key}.scale", path, meta.scale
+                yield "fp8", f"{prefix}{key}.amax_history", path, meta.amax_history
         if isinstance(module, Generator):
-            yield f"{prefix}state", path.rpartition(".")[0], module.state
+            yield "fp8", f"{prefix}state", path.rpartition(".")[0], module.state
     of = {id(x): name for name, x in parameters}
     for p, state in optimizer.state.items() if optimizer is not None else ():
         for name, x in state.items():
-            if type(x) is torch.Tensor:
-                yield f"{of.get(id(p), 'parameter')}.{name}", of.get(id(p), "").rpartition(".")[0], x
+            if isinstance(x, torch.Tensor):
+                for part, its in _parts(f"{of.get(id(p), 'parameter')}.{name}", x):
+                    yield "optimizer", part, of.get(id(p), "").rpartition(".")[0], its
+    for name, x in parameters if gradients else ():
+        if x.grad is not None:
+            for part, its in _parts(f"{name}.grad", x.grad):
+                yield "gradients", part, name.rpartition(".")[0], its
+
+
+def _parts(name: str, x: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """A tensor, or those that it is made of."""
+    if isinstance(x, KeptTensor):
+        yield name, x.codes
+        yield f"{name}_scale_inv", x._scale_inv
+    elif type(x) in (torch.Tensor, torch.nn.Parameter):
+        yield name, x.detach()
+    elif hasattr(x, "__tensor_flatten__"):
+        for inner in x.__tensor_flatten__()[0]:
+            part = getattr(x, inner)
+            yield from _parts(name if inner == "_local_tensor" else f"{name}.{inner}", part)
