@@ -13,6 +13,7 @@ Nothing waits for a GPU.
 import itertools
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -68,7 +69,10 @@ def sharded_norm(grads: list[Any], kind: str) -> torch.Tensor:
         norm: torch.Tensor = twin.grad_norm(local, kind)
         largest(norm.view(1), group)
         return norm
-    return _total(_all_sums(grads, local, group)).sqrt().float()
+    total = _total(_all_sums(grads, local, group))
+    # On a CPU torch's square root of float64 is not always the nearest number; CUDA's and NumPy's are.
+    root = total.sqrt() if total.is_cuda else torch.from_numpy(np.sqrt(total.numpy()[None]))[0]
+    return root.float()
 
 
 def _all_sums(grads: list[Any], local: list[torch.Tensor], group: Any) -> torch.Tensor:

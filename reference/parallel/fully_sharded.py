@@ -25,7 +25,7 @@ torch.distributed.fsdp is not imported here: a program that has sharded a model 
 
 import sys
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,8 +34,7 @@ from reference.parallel.gradient_tree import Nodes, push
 from reference.state import scaling
 from reference.support.dtensor import is_dtensor, placed
 
-if TYPE_CHECKING:
-    from reference.parallel.gradient_order import GradientOrder
+Order = Any  # a GradientOrder, whose module imports this one
 
 WHO = "tree_reduce_scatter"
 
@@ -46,7 +45,7 @@ def sharded_modules(model: torch.nn.Module) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, cls)]
 
 
-def tree_reduce_scatter(model: torch.nn.Module, order: "GradientOrder") -> None:
+def tree_reduce_scatter(model: torch.nn.Module, order: Order) -> None:
     """Let `fully_shard`'s modules of `model` reduce gradients in `order`, inside of the loop of its microbatches.
 
     Args:
@@ -72,7 +71,7 @@ def tree_reduce_scatter(model: torch.nn.Module, order: "GradientOrder") -> None:
     order.reduce_scatters = list(found.values())
 
 
-def check_parameter(who: str, name: str, p: torch.Tensor, order: "GradientOrder") -> None:
+def check_parameter(who: str, name: str, p: torch.Tensor, order: Order) -> None:
     """Refuse what `fully_shard` has not sharded over the ranks of the order, and no others."""
     if not is_dtensor(p):
         raise ValueError(
@@ -93,7 +92,7 @@ def check_parameter(who: str, name: str, p: torch.Tensor, order: "GradientOrder"
 class TreeReduceScatter:
     """The reduce-scatter of what `fully_shard` was given together: torch's interface `ReduceScatter`."""
 
-    def __init__(self, order: "GradientOrder") -> None:
+    def __init__(self, order: Order) -> None:
         self.order = order
         self.modules: list[Any] = []
         self.done: Nodes[torch.Tensor] = []
@@ -184,7 +183,7 @@ def _padded(p: torch.Tensor, ranks: int) -> int:
     return p.numel() // size * (-(-size // ranks) * ranks) if size else 0
 
 
-def microbatches(order: "GradientOrder", model: torch.nn.Module, count: int) -> Iterator[int]:
+def microbatches(order: Order, model: torch.nn.Module, count: int) -> Iterator[int]:
     """`GradientOrder.microbatches` of a model that `fully_shard` has sharded over several ranks."""
     found = order.reduce_scatters
     if {id(m) for one in found for m in one.modules} != {id(m) for m in sharded_modules(model)}:
@@ -194,9 +193,9 @@ def microbatches(order: "GradientOrder", model: torch.nn.Module, count: int) -> 
         )
     for name, p in model.named_parameters():
         if p.requires_grad:
-            check_parameter("GradientOrder", name, p, order)
+            check_parameter(Order, name, p, order)
     each = count // order.groups
-    runs = range(order.mine.start * each, (order.mine.start + order.most) * each)
+    runs = order.runs(count)
     for one in found:
         one.begin()
     try:

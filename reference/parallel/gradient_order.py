@@ -83,6 +83,11 @@ class GradientOrder:
         each = count // self.groups
         return range(self.mine.start * each, self.mine.stop * each)
 
+    def runs(self, count: int) -> range:
+        """The numbers that this rank runs under `fully_shard`: its own, and where others have more, the next ones."""
+        share = self.share(count)
+        return range(share.start, share.start + self.most * (count // self.groups))
+
     def microbatches(self, model: torch.nn.Module, count: int, find_unused_parameters: bool = False) -> Iterator[int]:
         """The numbers of this rank's microbatches of one step; each is run, backward included, before the next.
 
