@@ -4,15 +4,17 @@ import datetime
 import gc
 import socket
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from shared.bits import assert_same_bits
 from shared.processes import ranks
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -66,8 +68,8 @@ def whole(x: torch.Tensor) -> torch.Tensor:
     return (x.full_tensor() if isinstance(x, DTensor) else x).detach().clone()
 
 
-def words(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Parameters, gradients, the optimizer's state and FP8 state."""
+def words(model: torch.nn.Module, optimizer: torch.optim.Optimizer, scales: bool) -> dict[str, torch.Tensor]:
+    """Parameters, gradients, the optimizer's state and, where a recipe has one, FP8 state."""
     found = {}
     for name, p in model.named_parameters():
         found |= {name: whole(p), f"{name} grad": whole(p.grad)}
@@ -76,7 +78,7 @@ def words(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
                 found[f"{name} {part}"] = whole(x)
     for name, module in model.named_modules():
         for key, meta in getattr(module, "fp8_meta", {}).items():
-            if hasattr(meta, "scale"):
+            if scales and hasattr(meta, "scale"):
                 found |= {f"{name} {key}": meta.scale.clone(), f"{name} {key} history": meta.amax_history.clone()}
     return found
 
@@ -91,6 +93,9 @@ def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 def adafactor(model: torch.nn.Module) -> torch.optim.Optimizer:
     return te.optimizers.Adafactor(model.parameters(), 0.01)
+
+
+SAVED, SAVED_GROUPS = ("delayed", "adafactor", "current"), 3
 
 
 class Case(NamedTuple):
@@ -111,10 +116,22 @@ CASES = {
 }
 
 
-def steps(model: torch.nn.Module, order: GradientOrder, case: Case) -> Iterator[dict[str, torch.Tensor]]:
-    """The words after each step."""
+def steps(
+    model: torch.nn.Module,
+    order: GradientOrder,
+    case: Case,
+    numbers: range = range(STEPS),
+    start: Any = None,
+    end: Any = None,
+) -> Iterator[dict[str, torch.Tensor]]:
+    """The words after each step; from the distributed checkpoint `start` on, to one at `end`."""
     optimizer, recipe = case.optimizer(model), RECIPES[case.recipe]()
-    for step in range(STEPS):
+    alone = order.ranks == 1
+    if start is not None:
+        room = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+        dcp.load(room, checkpoint_id=start, no_dist=alone)
+        set_state_dict(model, optimizer, model_state_dict=room["model"], optim_state_dict=room["optimizer"])
+    for step in numbers:
         optimizer.zero_grad()
         for number in order.microbatches(model, EACH * order.groups):
             x = inputs(step, number, case.computes or case.dtype)
@@ -129,22 +146,25 @@ def steps(model: torch.nn.Module, order: GradientOrder, case: Case) -> Iterator[
         norm = te.optimizers.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
         assert CLIP < norm < torch.inf  # so that there is something to clip
-        yield {**words(model, optimizer), "norm": norm, "largest": largest}
+        yield {**words(model, optimizer, case.recipe == "delayed"), "norm": norm, "largest": largest}
+    if end is not None:
+        state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+        dcp.save(state, checkpoint_id=end, no_dist=alone)
 
 
-def alone(name: str, groups: int) -> list[dict[str, torch.Tensor]]:
-    return list(steps(Model(CASES[name].dtype), GradientOrder(groups), CASES[name]))
+def alone(name: str, groups: int, *more: Any) -> list[dict[str, torch.Tensor]]:
+    return list(steps(Model(CASES[name].dtype), GradientOrder(groups), CASES[name], *more))
 
 
 # --- what ranks do ---------------------------------------------------------------------------------------
 
 
-def trained(name: str, groups: int) -> list[dict[str, torch.Tensor]]:
+def trained(name: str, groups: int, *more: Any) -> list[dict[str, torch.Tensor]]:
     case, order = CASES[name], GradientOrder(groups)
     policy = MixedPrecisionPolicy(param_dtype=case.computes, reduce_dtype=case.computes and case.dtype)
     model = sharded(Model(case.dtype), mp_policy=policy)
     tree_reduce_scatter(model, order)
-    return list(steps(model, order, case))
+    return list(steps(model, order, case, *more))
 
 
 def one_step(model: torch.nn.Module, dtype: torch.dtype = BF16, forward: Any = None, attach: bool = True) -> None:
@@ -230,6 +250,14 @@ def worker(rank: int, world: int, runs: list[tuple[str, int]], refused: bool, po
         except Exception:
             failed[str(run)] = traceback.format_exc()
         gc.collect()  # a module that is alive has scales to update, on all ranks or on none
+    for name in SAVED:
+        if Path(folder, "first", name).exists():
+            try:
+                names = [str(Path(folder, one, name)) for one in ("first", "second")]
+                found[name, "second"] = trained(name, SAVED_GROUPS, range(1, 2), *names)
+            except Exception:
+                failed[f"saved {name}"] = traceback.format_exc()
+            gc.collect()
     if refused:
         failed |= refusals()
     torch.save((failed, found), Path(folder) / f"{rank}.pt")
@@ -242,13 +270,22 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
-def check(world: int, runs: list[tuple[str, int]], folder: Path, refused: bool = False) -> None:
-    """Each run, a case and its groups, on so many ranks."""
+def check(
+    world: int, runs: list[tuple[str, int]], folder: Path, saved: Sequence[str] = (), refused: bool = False
+) -> None:
+    """Each run, a case and its groups, on so many ranks; `saved`: their second step on ranks, the others in one."""
+    expected: dict[Any, Any] = {run: alone(*run) for run in runs}
+    for name in saved:
+        of_steps = alone(name, SAVED_GROUPS, range(3))
+        alone(name, SAVED_GROUPS, range(1), None, str(folder / "first" / name))
+        expected[name, "second"] = of_steps[1:2]
+        expected[name, "third"] = of_steps[2:]
     ranks(worker, (world, runs, refused, free_port(), str(folder)), world)
-    expected = {run: alone(*run) for run in runs}
+    third = {(name, "third"): alone(name, SAVED_GROUPS, range(2, 3), str(folder / "second" / name)) for name in saved}
     for rank in range(world):
         failed, found = torch.load(folder / f"{rank}.pt")
         assert not failed, "\n".join(f"{name}: {what}" for name, what in failed.items())
+        found |= third
         assert found.keys() == expected.keys()
         for key, of_steps in found.items():
             for step, (one, other) in enumerate(zip(of_steps, expected[key], strict=True)):
@@ -257,12 +294,16 @@ def check(world: int, runs: list[tuple[str, int]], folder: Path, refused: bool =
                     assert_same_bits(other[name], one[name], f"rank {rank} of {world}, {key}, step {step}, {name}")
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_three_ranks_have_the_words_of_one_process(tmp_path: Path) -> None:
     """Of which two have a group, and run another's beside it."""
-    check(3, [("delayed", 4), ("mixed", 3)], tmp_path, refused=True)
+    check(3, [("delayed", 4), ("mixed", 3)], tmp_path, ["delayed"], refused=True)
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
 def test_ranks_have_the_words_of_one_process(world: int, tmp_path: Path) -> None:
-    check(world, [(name, groups) for name in CASES for groups in sorted({8, world})], tmp_path)
+    check(
+        world, [(name, groups) for name in CASES for groups in sorted({8, world})], tmp_path, SAVED if world < 4 else ()
+    )
