@@ -110,6 +110,16 @@ def layers_from_meta(mesh: Any, folder: Path) -> None:
 
 
 @case
+def weights_kept_in_fp8_are_refused(mesh: Any, folder: Path) -> None:
+    with te.quantized_model_init():
+        sharded = te.Linear(32, 48, params_dtype=BF16, device="meta")
+    fully_shard(sharded, mesh=mesh)
+    sharded.to_empty(device="cpu")
+    with pytest.raises(NotImplementedError, match=r"weight is a DTensor \(fully_shard\) in a layer that was made in"):
+        sharded.reset_parameters()
+
+
+@case
 def tensors_of_any_placement(mesh: Any, folder: Path) -> None:
     for shape in SHAPES:
         for placement in (Shard(0), Shard(len(shape) - 1), Replicate()):
