@@ -64,6 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--data-parallel", action="store_true", help="share the run with the other processes of torchrun"
     )
+    parser.add_argument("--fsdp", action="store_true", help="--data-parallel, with weights and moments divided, too")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: the GPU, if there is a Hopper GPU")
     parser.add_argument("--output", type=Path, default=Path("twin_train"), help="the run's folder (./twin_train)")
     parser.add_argument("--resume", action="store_true", help="go on with the run in the folder, if there is one")
@@ -105,6 +106,10 @@ def _check(args: argparse.Namespace, trainer: Trainer) -> None:
         raise CommandError(
             f"--record {args.record}: the steps to come are {trainer.step + 1} to {trainer.settings.steps}; one of "
             f"them is accepted."
+        )
+    if args.sample is not None and args.fsdp:
+        raise CommandError(
+            "--sample with --fsdp: a process that has all weights writes; --resume --sample in one process is accepted."
         )
     if args.record is not None and args.data_parallel:
         raise CommandError("--record with --data-parallel: a step of one process is recorded; leave one of them out.")
@@ -179,7 +184,7 @@ def _trainer(args: argparse.Namespace, console: Console, where: torch.device, me
         text = corpus.read_files(args.text, args.output) if args.text else corpus.read()
         if settings.sequence < len(text.data):  # a longer one is refused by its name
             _check_memory(settings, where)
-        trainer = Trainer(settings, text, where)
+        trainer = Trainer(settings, text, where, shard=args.fsdp)
         if stored is not None:
             trainer.load(path)
     except (OSError, ValueError) as error:
@@ -232,8 +237,8 @@ class _Run:
         verify = args.verify is not None and (last or number % args.verify == 0)
         if verify or any(due.values()):
             self._flush()
-            if due["evaluate"] and self.metrics is not None:
-                self.metrics.add(number, held_out=trainer.evaluate())
+            if due["evaluate"] and (self.metrics is not None or args.fsdp):
+                self._add(number, held_out=trainer.evaluate())
             if verify:
                 found = self._digest(number)
                 self._add(number, sha256=found)
@@ -242,8 +247,8 @@ class _Run:
                 broken = next(filter(None, self.me.gather(unfinite(trainer))), None)
                 if broken is not None:
                     raise self._broken(number, f"{broken} has a NaN or an infinity after step {number}")
-                if self.me.rank == 0:
-                    trainer.save(args.output / CHECKPOINT)
+                if self.me.rank == 0 or args.fsdp:
+                    trainer.save(args.output / CHECKPOINT if self.me.rank == 0 else None)
                 self.me.wait()
                 self.saved = number
             self.since = time.perf_counter()
@@ -297,6 +302,7 @@ class _Run:
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
+    args.data_parallel = args.data_parallel or args.fsdp
     ranks.check(args.data_parallel)
     where = _device(args.device, args.data_parallel)
     me = ranks.join(where) if args.data_parallel else ranks.Ranks()

@@ -10,12 +10,13 @@ import torch
 
 import reference as te
 from optimized.training.trainer import Trainer
+from reference.support.dtensor import shard
 
 
 def unfinite(trainer: Trainer) -> str | None:
     """The first parameter or moment with a NaN or an infinity; None if there is none. Waits for the device once."""
     named = {name: x for name, x in trainer.tensors().items() if name.startswith(("model/", "optimizer/"))}
-    good = torch.stack([x.isfinite().all() for x in named.values()]).tolist()
+    good = torch.stack([shard(x).isfinite().all() for x in named.values()]).tolist()
     return next((name for name, finite in zip(named, good, strict=True) if not finite), None)
 
 

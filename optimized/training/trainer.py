@@ -13,6 +13,7 @@ a step and kept after it. Ranks of torch.distributed's default group, where ther
 then have the same state, and a run may go on with another number of them.
 """
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -32,6 +33,8 @@ from reference.arguments import is_int
 from reference.nn.core.dropout import Generator
 from reference.numbers import philox
 from reference.support import files
+from reference.support.dtensor import distributed, full
+from reference.support.dtensor import shard as local
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 HELD_OUT_BATCHES = 8
@@ -40,12 +43,18 @@ HELD_OUT_BATCHES = 8
 class Trainer:
     """A model, its optimizer and its text.
 
+    Args:
+        shard: divide parameters, gradients and moments between the ranks (FSDP2's `fully_shard`). All ranks must then
+            call `evaluate`, `sample`, `digest` and `save`.
+
     Attributes:
         step: steps that were made.
         norm: the gradient's norm in the last step, fp32 [] on the device; None without clipping.
     """
 
-    def __init__(self, settings: Settings, text: Corpus, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, settings: Settings, text: Corpus, device: torch.device | str = "cpu", shard: bool = False
+    ) -> None:
         self.settings, self.text = settings, text
         self.seen, self.unseen = text.split()
         shortest = min(len(self.seen.data), len(self.unseen.data))
@@ -58,6 +67,10 @@ class Trainer:
         self.recipe = settings.recipe()
         if isinstance(self.recipe, te.DelayedScaling):
             te.init_fp8_state(self.model.layers, self.recipe)
+        self.order = te.parallel.GradientOrder(settings.groups)
+        self._sharded = shard
+        if shard:
+            self._shard()
         named = list(self.model.named_parameters())
         groups = [
             {"params": [p for _, p in named if p.dim() > 1], "weight_decay": settings.weight_decay},
@@ -70,7 +83,6 @@ class Trainer:
         self.norm: torch.Tensor | None = None
         self._loaded = False  # a step has run here
         self._captured: cuda_graph.Step | None = None
-        self.order = te.parallel.GradientOrder(settings.groups)
         generators = [one for one in self.model.modules() if isinstance(one, Generator)]
         self._states = [one.state for one in generators]
         self._draws = len(generators) if settings.dropout > 0 else 0  # seeds that a microbatch takes
@@ -78,6 +90,17 @@ class Trainer:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(settings.seed)
             self._random = torch.get_rng_state()
+
+    def _shard(self) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh(self.model.device.type, (self.order.ranks,))
+        # A layer's result is a view, which nothing here changes in place.
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
+        for module in (*self.model.layers, self.model):
+            fully_shard(module, mesh=mesh, reshard_after_forward=True)
+        te.parallel.tree_reduce_scatter(self.model, self.order)
 
     # --- a step ------------------------------------------------------------------------------------------
 
@@ -91,8 +114,9 @@ class Trainer:
             self.optimizer.zero_grad()
             parameters = list(self.model.parameters())
             count = self.settings.accumulate
-            capture = capture and self._loaded and self.model.device.type == "cuda"
+            capture = capture and self._loaded and self.model.device.type == "cuda" and not self._sharded
             share, each = self.order.share(count), count // self.settings.groups
+            runs = self.order.runs(count) if self._sharded else share
             losses = torch.zeros(count, dtype=torch.float32, device=self.model.device)
             self._skip(share.start)
             for i in self.order.microbatches(self.model, count):
@@ -101,8 +125,10 @@ class Trainer:
                 if capture and self._captured is None:  # inside the loop, where a microbatch updates no scales
                     self._captured = cuda_graph.Step(self._microbatch, parameters, windows, each)
                 microbatch = self._captured if capture and self._captured else self._microbatch
-                losses[i] = microbatch(i % each, windows)
-            self._skip(count - share.stop)
+                loss = microbatch(i % each, windows)
+                if i in share:
+                    losses[i] = loss
+            self._skip(count - runs.stop)
             if self.order.ranks > 1:
                 self._agree(losses)
             self._loaded = True
@@ -195,6 +221,10 @@ class Trainer:
                 found[f"random/{name}"] = module.state
         return {**found, "random/torch": self._random}
 
+    def whole(self) -> dict[str, torch.Tensor]:
+        """`tensors()`, of which none is divided between ranks; all ranks ask for them."""
+        return {name: full(x) for name, x in self.tensors().items()}
+
     def about(self) -> dict[str, Any]:
         """What is no tensor: the settings, the counts, and which text it is."""
         counts = {"step": self.step, "updates": self.updates}
@@ -202,11 +232,13 @@ class Trainer:
 
     def digest(self) -> str:
         """The SHA-256 of all state, the same on a CPU and on a GPU."""
-        return checkpoint.digest(self.tensors(), self.step, self.updates)
+        return checkpoint.digest(self.whole(), self.step, self.updates)
 
-    def save(self, path: Path) -> str:
-        """Write all state, whole or not at all; its SHA-256."""
-        return checkpoint.write(path, self.tensors(), self.about())
+    def save(self, path: Path | None) -> None:
+        """Write all state, whole or not at all; None: another rank writes it."""
+        tensors = self.whole() if path is not None or self._sharded else {}
+        if path is not None:
+            checkpoint.write(path, tensors, self.about())
 
     def load(self, path: Path) -> None:
         """Go on where the trainer that wrote `path` was; everything is checked before anything is changed.
@@ -234,7 +266,7 @@ class Trainer:
             raise files.Damaged(f"{path} is damaged: it does not have the tensors of its settings.")
         with torch.no_grad():
             for name, x in live.items():
-                x.copy_(saved[name])
+                local(x).copy_(local(distributed(saved[name].to(x.device), x)))
         self.step, self.updates = about["step"], about["updates"]
         for group in self.optimizer.param_groups:
             if self.updates:

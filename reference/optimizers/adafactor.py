@@ -25,7 +25,7 @@ from reference.optimizers.parameters import (
     saved_parts,
     unwrapped,
 )
-from reference.support.dtensor import is_dtensor
+from reference.support.dtensor import distributed, full, is_dtensor, shard
 
 WHO = "Adafactor"
 NAMES = ("lr", "beta2_decay", "eps", "d", "weight_decay", "foreach", "maximize")
@@ -79,7 +79,8 @@ class Adafactor(torch.optim.Optimizer):
 
     The state of a parameter is its count of steps, `step`, an fp32 tensor on the CPU as in PyTorch, and `row_var` and
     `col_var`, or of a vector `variance`; these are fp32, for parameters in 16 bits, too. A step checks everything
-    before it changes anything.
+    before it changes anything. Of a DTensor (FSDP2's `fully_shard`) every rank gathers a parameter and its gradient,
+    makes the whole step and keeps its shard; the state is whole on every rank.
 
     Args:
         params: parameters in fp32, bf16 or fp16, or dicts that define groups of them.
@@ -127,9 +128,10 @@ class Adafactor(torch.optim.Optimizer):
             state["step"] += 1
             step = int(state["step"].item())
             eps1 = torch.finfo(p.dtype).eps if numbers.eps[0] is None else numbers.eps[0]
+            whole, whole_grad = (full(x) for x in (p.detach(), grad))
             twin.adafactor(
-                grad.contiguous(),
-                p.detach(),
+                whole_grad.contiguous(),
+                whole,
                 state["row_var"] if p.dim() > 1 else state["variance"],
                 state["col_var"] if p.dim() > 1 else None,
                 min(numbers.lr, 1 / math.sqrt(step)),
@@ -141,6 +143,8 @@ class Adafactor(torch.optim.Optimizer):
                 numbers.d,
                 numbers.maximize,
             )
+            if is_dtensor(p):
+                shard(p.detach()).copy_(shard(distributed(whole, p)))
         return loss
 
     def _checked(self) -> tuple[dict[torch.Tensor, State], list[tuple[Numbers, torch.Tensor, torch.Tensor]]]:
@@ -153,13 +157,10 @@ class Adafactor(torch.optim.Optimizer):
             for i, p in enumerate(group["params"]):
                 if p.grad is None:
                     continue
-                if is_dtensor(p) or is_dtensor(p.grad):
-                    raise NotImplementedError(
-                        f"{WHO}: {named((g, i))} is a DTensor, whose means need all ranks; plain tensors are accepted."
-                    )
+                local, local_grad = p, p.grad
                 if type(p) not in PLAIN or type(p.grad) not in PLAIN:
-                    unwrapped(WHO, (g, i), p, p.grad)
-                check_parameter(WHO, (g, i), p, p.grad, False, "a weight in fp32 or 16 bits is")
+                    local, local_grad = unwrapped(WHO, (g, i), p, p.grad)
+                check_parameter(WHO, (g, i), local, local_grad, False, "a weight in fp32 or 16 bits is")
                 check_device(WHO, "adafactor", "parameter", p.device)
                 state = self.state.get(p)
                 if not state:
@@ -168,7 +169,7 @@ class Adafactor(torch.optim.Optimizer):
                     device = torch.device("cpu") if name == "step" else p.device
                     check_part(WHO, (g, i), name, state.get(name), torch.float32, shape, device)
                 work.append((numbers, p, p.grad))
-                spans.append((p.data_ptr(), p.data_ptr() + p.nbytes, (g, i)))
+                spans.append((local.data_ptr(), local.data_ptr() + local.nbytes, (g, i)))
         check_memory(WHO, spans, named)
         return made, work
 

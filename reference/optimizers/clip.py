@@ -17,7 +17,8 @@ from reference.arguments import is_real
 from reference.numbers import formats
 from reference.ops.library import twin
 from reference.optimizers.parameters import PLAIN, check_device, check_memory, span
-from reference.support.dtensor import is_dtensor
+from reference.optimizers.sharded_norm import sharded_norm
+from reference.support.dtensor import is_dtensor, placed, shard
 
 Tensors = torch.Tensor | Iterable[torch.Tensor]
 
@@ -100,7 +101,11 @@ def clip_grad_norm_(
 def _norm(who: str, found: list[torch.Tensor], kind: str, norm_type: Any, error_if_nonfinite: bool) -> torch.Tensor:
     if not found:
         return torch.zeros((), dtype=torch.float32, device="cpu")
-    norm: torch.Tensor = twin.grad_norm([x.detach().contiguous() for x in found], kind)
+    norm: torch.Tensor = (
+        sharded_norm(found, kind)
+        if is_dtensor(found[0])
+        else twin.grad_norm([x.detach().contiguous() for x in found], kind)
+    )
     if error_if_nonfinite and not math.isfinite(value := norm.item()):
         raise RuntimeError(
             f"{who}: the norm of order {norm_type} is {value}; a finite one is accepted with error_if_nonfinite=True."
@@ -110,9 +115,10 @@ def _norm(who: str, found: list[torch.Tensor], kind: str, norm_type: Any, error_
 
 def _clip(grads: list[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:
     if grads:
-        dense = [grad.detach().contiguous() for grad in grads]
+        local = [shard(grad).detach() for grad in grads]
+        dense = [grad.contiguous() for grad in local]
         twin.clip_grads(dense, norm.detach().reshape(()), max_norm)
-        for grad, copied in zip(grads, dense, strict=True):
+        for grad, copied in zip(local, dense, strict=True):
             if not grad.is_contiguous():
                 grad.copy_(copied)
 
@@ -153,12 +159,13 @@ def _grads(who: str, parameters: Tensors) -> list[torch.Tensor]:
     what = "the gradient of parameter"
     _check_each(who, what, found)
     for i, grad in found:
-        if any(size > 1 and not stride for size, stride in zip(grad.shape, grad.stride(), strict=True)):
+        local = shard(grad)
+        if any(size > 1 and not stride for size, stride in zip(local.shape, local.stride(), strict=True)):
             raise ValueError(
                 f"{who}: {what} {i} is expanded ({list(grad.shape)} with strides {list(grad.stride())}), so numbers "
                 f"share memory; separate memory is accepted."
             )
-    check_memory(who, [(*span(grad), i) for i, grad in found], lambda i: f"{what} {i}")
+    check_memory(who, [(*span(shard(grad)), i) for i, grad in found], lambda i: f"{what} {i}")
     return [grad for _, grad in found]
 
 
@@ -173,11 +180,9 @@ def _listed(who: str, name: str, given: Any) -> list[Any]:
 
 def _check_each(who: str, what: str, found: list[tuple[int, Any]]) -> None:
     for i, x in found:
-        if is_dtensor(x):
-            raise NotImplementedError(
-                f"{who}: {what} {i} is a DTensor, whose norm needs all ranks; plain tensors are accepted, and "
-                f"torch.nn.utils.clip_grad_norm_ clips DTensors."
-            )
+        if is_dtensor(x) or is_dtensor(found[0][1]):
+            _check_sharded(who, what, i, x, found[0][1])
+            x = shard(x)
         if type(x) not in PLAIN or x.layout is not torch.strided:
             form = x.layout if isinstance(x, torch.Tensor) and type(x) in PLAIN else type(x).__name__
             raise TypeError(f"{who}: {what} {i} is {form}; dense, plain tensors are accepted.")
@@ -187,3 +192,18 @@ def _check_each(who: str, what: str, found: list[tuple[int, Any]]) -> None:
             raise ValueError(f"{who}: {what} {i} is on {x.device}, the first on {found[0][1].device}; one is accepted.")
     if found:
         check_device(who, "grad_norm", "gradient" if "gradient" in what else what, found[0][1].device)
+
+
+def _check_sharded(who: str, what: str, i: int, x: Any, first: Any) -> None:
+    """Refuse DTensors beside other tensors, of several meshes, and what is not sharded by rows."""
+    if not (is_dtensor(x) and is_dtensor(first)):
+        raise NotImplementedError(
+            f"{who}: some tensors are DTensors, and some are not ({what} {i}); tensors of one kind are accepted."
+        )
+    mesh, placements = placed(x)  # type: ignore[misc]
+    if mesh != placed(first)[0]:  # type: ignore[index]
+        raise NotImplementedError(f"{who}: {what} {i} is on {mesh}, the first on {placed(first)[0]}; one is accepted.")  # type: ignore[index]
+    if len(placements) != 1 or not placements[0].is_shard(0):
+        raise NotImplementedError(
+            f"{who}: {what} {i} is a DTensor {list(placements)}; [Shard(dim=0)], as of fully_shard, is accepted."
+        )

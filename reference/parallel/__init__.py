@@ -2,6 +2,7 @@
 
     gradient_tree.py    the order of a step's gradients: groups of microbatches, and a binary tree over groups
     gradient_order.py   that order in one process, over ranks, and as a hook of DistributedDataParallel
+    fully_sharded.py    that order as the reduce-scatter of FSDP2's fully_shard
     chain.py            a sum over K that passes from rank to rank
     tensor.py           layers whose weights the ranks of a group share
     styles.py           styles for PyTorch's parallelize_module
@@ -11,6 +12,7 @@
 docs/numerics.md says what is computed, in its sections on what ranks share.
 """
 
+from reference.parallel.fully_sharded import tree_reduce_scatter
 from reference.parallel.gradient_order import GradientOrder, tree_hook
 
-__all__ = ["GradientOrder", "tree_hook"]
+__all__ = ["GradientOrder", "tree_hook", "tree_reduce_scatter"]

@@ -29,8 +29,10 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from reference.arguments import is_group, is_int
+from reference.parallel import fully_sharded
 from reference.parallel.gradient_tree import Nodes, nodes, owned, push
 from reference.state import scaling
+from reference.support.dtensor import is_dtensor, placed, shard
 from reference.support.groups import bytes_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -64,7 +66,10 @@ class GradientOrder:
         self.groups = int(groups)
         self.mine = owned(self.groups, self.ranks, self.rank)
         self._done: Nodes[Sums] = []
-        self._left = 0  # of this rank's microbatches of the step, the one under way among them
+        self.most = -(-self.groups // self.ranks)  # groups of the rank that has most
+        self.left = 0  # of this rank's microbatches of the step, the one under way among them
+        self.ended = 0  # groups of the step that this rank has done, under fully_shard
+        self.reduce_scatters: list[fully_sharded.TreeReduceScatter] = []
         self._hooked = False  # whether a hook has communicated in this step
         self._stream: Any = None
 
@@ -77,6 +82,11 @@ class GradientOrder:
             )
         each = count // self.groups
         return range(self.mine.start * each, self.mine.stop * each)
+
+    def runs(self, count: int) -> range:
+        """The numbers that this rank runs under `fully_shard`: its own, and where others have more, the next ones."""
+        share = self.share(count)
+        return range(share.start, share.start + self.most * (count // self.groups))
 
     def microbatches(self, model: torch.nn.Module, count: int, find_unused_parameters: bool = False) -> Iterator[int]:
         """The numbers of this rank's microbatches of one step; each is run, backward included, before the next.
@@ -101,20 +111,23 @@ class GradientOrder:
         share = self.share(count)
         parameters: list[torch.Tensor] = [p for p in model.parameters() if p.requires_grad]
         self._check(model, parameters)
+        if self.ranks > 1 and fully_sharded.sharded_modules(model):
+            yield from fully_sharded.microbatches(self, model, count)
+            return
         parallel = model if isinstance(model, DistributedDataParallel) else None
         alone = len(share) == count == 1  # its scales are updated where they always are, to the same words
         self._done, self._hooked = [], False
         with contextlib.nullcontext() if alone else scaling.once_a_step():
             for number in share:
-                self._left = share.stop - number
-                last = self._left == 1
+                self.left = share.stop - number
+                last = self.left == 1
                 # torch has no no_sync for a static graph's first backward; there the hook returns what it gets.
                 synced = parallel is None or last or parallel.static_graph
                 with contextlib.nullcontext() if synced else parallel.no_sync():  # type: ignore[union-attr]
                     yield number
                 if not last and (number + 1) % (count // self.groups) == 0:
                     self._end_group(parameters, keep=parallel is not None)
-            self._left = 0
+            self.left = 0
             if parallel is None:
                 self._finish(parameters, find_unused_parameters)
             elif not self._hooked:
@@ -137,6 +150,11 @@ class GradientOrder:
                     f"GradientOrder: {named[p]} is {p.dtype}; torch.float32, torch.bfloat16 and torch.float16 are "
                     f"accepted."
                 )
+            if is_dtensor(p) and not fully_sharded.sharded_modules(model):
+                raise NotImplementedError(
+                    f"GradientOrder: {named[p]} is a DTensor {list(placed(p)[1])} of no module that fully_shard "  # type: ignore[index]
+                    f"sharded; plain parameters and those of fully_shard are accepted."
+                )
 
     # --- sums of this rank ---------------------------------------------------------------------------------
 
@@ -151,7 +169,7 @@ class GradientOrder:
         for p in parameters:
             if p.grad is not None:
                 # A copy: `.grad` may be memory of a DDP bucket or of a CUDA graph.
-                sums[p] = p.grad.detach().to(torch.float32, copy=True)
+                sums[p] = shard(p.grad).detach().to(torch.float32, copy=True)
                 p.grad = torch.full_like(p, -0.0) if keep else None
         push(self._done, self._next(), sums, self.groups, _add)
 
@@ -166,15 +184,15 @@ class GradientOrder:
         if self.groups == 1:
             return
         for bucket in _buckets(self._used(parameters, find_unused)):
-            flat = bucket[0].new_empty(sum(p.numel() for p in bucket))
+            flat = shard(bucket[0]).new_empty(sum(p.numel() for p in bucket))
             leaf = dict(zip(bucket, _views(flat, bucket), strict=True))
             for p, view in leaf.items():
-                view.fill_(-0.0) if p.grad is None else view.copy_(p.grad)
+                view.fill_(-0.0) if p.grad is None else view.copy_(shard(p.grad))
             self._mean(flat, leaf)
             for p, view in leaf.items():
                 if p.grad is None:
                     p.grad = torch.empty_like(p)
-                p.grad.copy_(view)  # in place: it may be memory of a CUDA graph
+                shard(p.grad).copy_(view)  # in place: it may be memory of a CUDA graph
 
     def _used(self, parameters: list[torch.Tensor], find_unused: bool) -> list[torch.Tensor]:
         """The parameters that have a gradient on any rank."""
@@ -223,28 +241,39 @@ class GradientOrder:
 
     def _exchange(self, mine: list[torch.Tensor], out: torch.Tensor) -> None:
         """Write to `out` [n] the mean of all ranks' nodes; this rank's are `mine`."""
-        ranks, size = self.ranks, -(-out.numel() // self.ranks)  # numbers of a piece
+        size = -(-out.numel() // self.ranks)  # numbers of a piece
+        piece = self.piece(mine, size, out).to(out.dtype)
+        whole = out.numel() == self.ranks * size
+        target = out if whole else out.new_empty(self.ranks * size)
+        _all_gather(bytes_of(target), bytes_of(piece), group=self.process_group)
+        if not whole:
+            out.copy_(target[: out.numel()])
+
+    def piece(self, mine: list[torch.Tensor], size: int, like: torch.Tensor) -> torch.Tensor:
+        """This rank's piece of the mean of all ranks' nodes, fp32 [size].
+
+        Args:
+            mine: this rank's nodes, [n] with n at most ranks · size; in fp32, or that of one group in `like`'s dtype.
+            size: numbers of a piece.
+            like: [n], of `.grad`'s dtype.
+        """
+        ranks = self.ranks
         counts = [len(nodes(self.groups, owned(self.groups, ranks, rank))) for rank in range(ranks)]
-        dtype = out.dtype if self.groups == ranks else torch.float32
-        whole = out.numel() == ranks * size
-        if len(mine) == 1 and whole and mine[0].dtype == dtype:
+        dtype = like.dtype if self.groups == ranks else torch.float32
+        if len(mine) == 1 and like.numel() == ranks * size and mine[0].dtype == dtype:
             given = mine[0]
         else:
-            given = out.new_zeros(ranks, len(mine), size, dtype=dtype)
+            given = like.new_zeros(ranks, len(mine), size, dtype=dtype)
             for i, node in enumerate(mine):
                 _scatter(given[:, i], node)
-        pieces = out.new_empty(sum(counts), size, dtype=dtype)
+        pieces = like.new_empty(sum(counts), size, dtype=dtype)
         _all_to_all(pieces, given, counts, [len(mine)] * ranks, size, self.process_group)
         found: Nodes[torch.Tensor] = []
         rows = iter(pieces.to(torch.float32))
         for rank in range(ranks):
             for which in nodes(self.groups, owned(self.groups, ranks, rank)):
                 push(found, which, next(rows), self.groups, torch.Tensor.add_)
-        piece = self._scaled(found[0][1]).to(out.dtype)
-        target = out if whole else out.new_empty(ranks * size)
-        _all_gather(bytes_of(target), bytes_of(piece), group=self.process_group)
-        if not whole:
-            out.copy_(target[: out.numel()])
+        return self._scaled(found[0][1])
 
     def _scaled(self, total: torch.Tensor) -> torch.Tensor:
         """fp32 sums, in place times fp32(1/G)."""
@@ -261,14 +290,14 @@ class GradientOrder:
             raise TypeError(
                 f"tree_hook: a bucket of {flat.dtype}; torch.float32, torch.bfloat16 and torch.float16 are accepted."
             )
-        if self._left == 0:
+        if self.left == 0:
             raise RuntimeError(
                 "tree_hook: a backward outside of the loop of GradientOrder.microbatches; one inside is accepted."
             )
         done: torch.futures.Future[torch.Tensor] = torch.futures.Future(
             devices=[flat.device] if flat.device.type == "cuda" else []
         )
-        if self._left > 1:  # of a static graph
+        if self.left > 1:  # of a static graph
             done.set_result(flat)
             return done
         self._hooked = True

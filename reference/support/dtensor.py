@@ -25,6 +25,12 @@ def shard(x: Any) -> torch.Tensor:
     return local
 
 
+def full(x: Any) -> torch.Tensor:
+    """The whole of a DTensor, which all ranks ask for, or any other tensor itself."""
+    whole: torch.Tensor = x.full_tensor() if is_dtensor(x) else x
+    return whole
+
+
 def like(p: Any, local: torch.Tensor) -> torch.Tensor:
     """A local shard as a DTensor like p, if p is one; without communication."""
     if not is_dtensor(p):

@@ -125,7 +125,7 @@ def text(tmp_path: Path) -> str:
 def test_ranks_print_the_hashes_of_one_process_and_a_run_goes_on_with_others(
     text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One of two ranks dies; three go on, with what rank 0 has saved."""
+    """One of two ranks dies; three go on, with what rank 0 has saved, and divide the weights."""
     assert main(["train", text, *ASKED, "--output", str(tmp_path / "alone")]) == 0
     expected = hashes(capsys.readouterr().out)
     assert len(expected) == STEPS
@@ -137,7 +137,7 @@ def test_ranks_print_the_hashes_of_one_process_and_a_run_goes_on_with_others(
     assert dead.out == dead.err == ""
     assert first.err.startswith("rank 0: another rank has ended, or has said nothing for 60 s: this one ends, too.")
     assert first.err.endswith("checkpoint.safetensors is that of step 2.\n")
-    first, *others = on_ranks(3, [*asked, "--resume"], tmp_path)
+    first, *others = on_ranks(3, [*asked, "--fsdp", "--resume"], tmp_path)
     assert [first.code, *(one.code for one in others)] == [0, 0, 0], first.err
     assert hashes(first.out) == expected[2:]
     assert all(one.out == one.err == "" for one in others)
@@ -168,6 +168,9 @@ def test_ranks_end_together_and_rank_0_says_why(text: str, tmp_path: Path) -> No
 
     asked = [text, *SHARED]
     refused([*asked, "--groups", "1"], "--data-parallel: 2 ranks share steps of 1 groups; as many --groups, or fewer")
+    refused(
+        [*asked, "--fsdp", "--sample", "9"], "--sample with --fsdp: a process that has all weights writes; --resume"
+    )
     refused([*asked, "--record", "2"], "--record with --data-parallel: a step of one process is recorded")
     other = tmp_path / "other.txt"
     other.write_bytes(TEXT)
@@ -202,6 +205,7 @@ def test_several_processes_must_be_asked_for(
         monkeypatch.delenv(name, raising=False)
     refused(SHARED, "--data-parallel: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT is not set; `torchrun")
     monkeypatch.setenv("WORLD_SIZE", "2")
+    refused([*ASKED, "--fsdp"], "--data-parallel: RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT is not set; `torchrun")
     refused(ASKED, "WORLD_SIZE=2: so many processes would each train the same; --data-parallel, with --groups, lets")
     for name in ("RANK", "LOCAL_RANK", "MASTER_PORT"):
         monkeypatch.setenv(name, "2")

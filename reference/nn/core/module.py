@@ -21,6 +21,7 @@ from reference.state import model_init, scaling
 from reference.state.autocast import current
 from reference.state.scaling import FP8TensorMeta
 from reference.state.weight_store import WeightStore, main_grad_of
+from reference.support.dtensor import is_dtensor
 
 
 class TransformerEngineBaseModule(TensorParallel, OfModule, DelayedGradients, DeviceDefault, Checkpointed):
@@ -109,6 +110,11 @@ class TransformerEngineBaseModule(TensorParallel, OfModule, DelayedGradients, De
             init_method(values)
             weight.quantize_(values)
         else:
+            if is_dtensor(weight):
+                raise NotImplementedError(
+                    f"{type(self).__name__}: {name} is a DTensor (fully_shard) in a layer that was made in "
+                    f"quantized_model_init; a layer that was made outside of it is accepted."
+                )
             self._check_fp8_sizes("in quantized_model_init")
             init_method(weight)
             values = weight.detach()

@@ -110,6 +110,16 @@ def layers_from_meta(mesh: Any, folder: Path) -> None:
 
 
 @case
+def weights_kept_in_fp8_are_refused(mesh: Any, folder: Path) -> None:
+    with te.quantized_model_init():
+        sharded = te.Linear(32, 48, params_dtype=BF16, device="meta")
+    fully_shard(sharded, mesh=mesh)
+    sharded.to_empty(device="cpu")
+    with pytest.raises(NotImplementedError, match=r"weight is a DTensor \(fully_shard\) in a layer that was made in"):
+        sharded.reset_parameters()
+
+
+@case
 def tensors_of_any_placement(mesh: Any, folder: Path) -> None:
     for shape in SHAPES:
         for placement in (Shard(0), Shard(len(shape) - 1), Replicate()):
@@ -191,7 +201,6 @@ def sgd_has_the_bits_of_what_is_not_sharded(mesh: Any, folder: Path) -> None:
 def what_needs_all_ranks_is_refused(mesh: Any, folder: Path) -> None:
     for kind, options, sentence in (
         (FusedAdam, {"exp_avg_dtype": torch.uint8}, "exp_avg in torch.uint8 of a DTensor is not offered"),
-        (te.optimizers.Adafactor, {}, "parameter 0 of group 0 is a DTensor, whose means need all ranks"),
     ):
         _, sharded = pairs(mesh, BF16)
         optimizer = kind(sharded, lr=0.1, **options)
@@ -201,8 +210,14 @@ def what_needs_all_ranks_is_refused(mesh: Any, folder: Path) -> None:
         assert not optimizer.state
         for p, expected in zip(sharded, before, strict=True):
             assert torch.equal(p.to_local(), expected)
-    with pytest.raises(NotImplementedError, match=r"the gradient of parameter 0 is a DTensor, whose norm needs all"):
-        te.optimizers.clip_grad_norm_(sharded, 1.0)
+    plain, sharded = pairs(mesh, BF16)
+    columns = placed(numbers(0, SHAPES[0]), mesh, Shard(1))
+    for tensors, sentence in (
+        ([sharded[0], plain[0]], r"some tensors are DTensors, and some are not \(tensor 1\)"),
+        ([columns], r"tensor 0 is a DTensor \[Shard\(dim=1\)\]; \[Shard\(dim=0\)\], as of fully_shard, is accepted"),
+    ):
+        with pytest.raises(NotImplementedError, match=sentence):
+            te.optimizers.get_total_norm(tensors)
 
 
 @case

@@ -1,0 +1,217 @@
+"""FSDP2 (`torch.distributed.fsdp.fully_shard`): gradients in the order of `reference.parallel.gradient_tree`.
+
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    order = te.parallel.GradientOrder(groups=8)
+    te.parallel.tree_reduce_scatter(model, order)
+    for number in order.microbatches(model, 16):    # forward and backward of one, as with any model
+
+FSDP2 reduces the gradients of each module that it was given together, and lets a program choose the reduce-scatter
+(`FSDPModule.set_custom_reduce_scatter`). Ours is called where a group of microbatches ends:
+
+    not the step's last   the gradients join the nodes of this rank; -0 goes to the shards, to which any may be added
+    the last              each rank sends its nodes' pieces to the pieces' owners, who add them as the tree says
+
+Inside a group FSDP2 adds whole gradients, as a program of one process does. So a rank keeps whole gradients, and fp32
+sums as large where it has several groups; with one group a rank there are none.
+
+Every forward gathers weights from all ranks, so that all must run equally many. A rank that has fewer groups than
+another also runs the next rank's first group, and drops its gradients. Amaxes, a maximum, do not change by that.
+Where a group has several microbatches, a module that was given to `fully_shard` and runs twice in one is refused.
+
+torch.distributed.fsdp is not imported here: a program that has sharded a model has imported it.
+"""
+
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from reference.parallel.gradient_tree import Nodes, push
+from reference.state import scaling
+from reference.support.dtensor import is_dtensor, placed
+
+Order = Any  # a GradientOrder, whose module imports this one
+
+WHO = "tree_reduce_scatter"
+
+
+def sharded_modules(model: torch.nn.Module) -> list[Any]:
+    """The modules to which `fully_shard` was applied, from the outside in."""
+    cls = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+    return [module for module in model.modules() if isinstance(module, cls)]
+
+
+def tree_reduce_scatter(model: torch.nn.Module, order: Order) -> None:
+    """Let `fully_shard`'s modules of `model` reduce gradients in `order`, inside of the loop of its microbatches.
+
+    Args:
+        model: which has modules that `fully_shard` sharded, over the ranks of the order.
+        order: a GradientOrder.
+
+    Raises:
+        ValueError: there are no such modules, or they are sharded over others than the order's ranks.
+        NotImplementedError: over a mesh of several dimensions.
+    """
+    modules = sharded_modules(model)
+    if not modules:
+        raise ValueError(f"{WHO}: no module of the model was given to fully_shard; one or more is accepted.")
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            check_parameter(WHO, name, p, order)
+    found: dict[int, TreeReduceScatter] = {}
+    for module in modules:
+        # `fully_shard` of a list of modules has one state, and one reduce-scatter, for all of them.
+        key = id(module._get_fsdp_state())
+        found.setdefault(key, TreeReduceScatter(order)).add(module)
+        module.set_custom_reduce_scatter(found[key])
+    order.reduce_scatters = list(found.values())
+
+
+def check_parameter(who: str, name: str, p: torch.Tensor, order: Order) -> None:
+    """Refuse what `fully_shard` has not sharded over the ranks of the order, and no others."""
+    if not is_dtensor(p):
+        raise ValueError(
+            f"{who}: {name} is not sharded, so that its gradient is that of one rank; a parameter of fully_shard is "
+            f"accepted, or one that does not train."
+        )
+    mesh = placed(p)[0]  # type: ignore[index]
+    if mesh.ndim != 1:
+        raise NotImplementedError(
+            f"{who}: {name} is sharded over a mesh of {mesh.ndim} dimensions {tuple(mesh.shape)}; one is accepted."
+        )
+    theirs = dist.get_process_group_ranks(mesh.get_group())
+    ours = dist.get_process_group_ranks(order.process_group) if order.ranks > 1 else [dist.get_rank()]
+    if theirs != ours:
+        raise ValueError(f"{who}: {name} is sharded over the ranks {theirs}; {ours}, the order's, are accepted.")
+
+
+class TreeReduceScatter:
+    """The reduce-scatter of what `fully_shard` was given together: torch's interface `ReduceScatter`."""
+
+    def __init__(self, order: Order) -> None:
+        self.order = order
+        self.modules: list[Any] = []
+        self.done: Nodes[torch.Tensor] = []
+        self.called = 0  # groups of the step that have ended
+        self.trained: list[torch.Tensor] = []
+
+    def add(self, module: Any) -> None:
+        self.modules.append(module)
+
+    def parameters(self) -> list[torch.Tensor]:
+        """Those that it reduces, which train; not those of modules inside that `fully_shard` was given, too."""
+        nested = {
+            id(p)
+            for m in self.modules
+            for one in sharded_modules(m)
+            if one not in self.modules
+            for p in one.parameters()
+        }
+        own = {p: None for m in self.modules for p in m.parameters() if id(p) not in nested and p.requires_grad}
+        return list(own)
+
+    def begin(self) -> None:
+        """A step begins: sums without division."""
+        self.done, self.called = [], 0
+        self.trained = self.parameters()
+        for module in self.modules:
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_gradient_divide_factor(1.0)
+
+    def synchronize(self, enabled: bool) -> None:
+        for module in self.modules:
+            module.set_requires_gradient_sync(enabled, recurse=False)
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    @torch.no_grad()
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        """From `input_tensor` [ranks · n], a group's sums, to `output_tensor` [n]; on the stream that FSDP2 chose."""
+        order = self.order
+        self._check(input_tensor)
+        number = order.mine.start + self.called
+        self.called += 1
+        last = self.called == order.most
+        if number < order.mine.stop:
+            leaf = input_tensor if last else input_tensor.to(torch.float32, copy=True)
+            push(self.done, range(number, number + 1), leaf, order.groups, torch.Tensor.add_)
+        if last:
+            nodes = [node for _, node in self.done]
+            output_tensor.copy_(order.piece(nodes, output_tensor.numel(), input_tensor))
+            self.done = []
+        else:
+            output_tensor.fill_(-0.0)
+
+    def _check(self, given: torch.Tensor) -> None:
+        """Refuse gradients that are not one group's, of all parameters and in their dtype."""
+        order = self.order
+        what = f"{WHO}: the gradients of {type(self.modules[0]).__name__}"
+        if order.left == 0:
+            raise RuntimeError(
+                f"{what}: a backward outside of the loop of GradientOrder.microbatches; one inside is accepted."
+            )
+        if self.called != order.ended:
+            raise RuntimeError(
+                f"{what} are reduced {self.called + 1} times in {order.ended + 1} groups of microbatches; once in each "
+                f"is accepted."
+            )
+        dtype = self.trained[0].dtype
+        if given.dtype != dtype:
+            raise TypeError(
+                f"{what} are reduced in {given.dtype}, and .grad is {dtype}, in which groups are added; "
+                f"MixedPrecisionPolicy(reduce_dtype={dtype}) is accepted."
+            )
+        numbers = sum(_padded(p, order.ranks) for p in self.trained)
+        if given.numel() != numbers:
+            raise RuntimeError(
+                f"{what} have {given.numel()} numbers, and its parameters {numbers}: one has no gradient in a group. "
+                f"Under fully_shard each parameter that trains must have one."
+            )
+
+
+def _padded(p: torch.Tensor, ranks: int) -> int:
+    """Numbers of a parameter whose shards have one size."""
+    (placement,) = placed(p)[1]  # type: ignore[index]
+    size = p.shape[placement.dim]
+    return p.numel() // size * (-(-size // ranks) * ranks) if size else 0
+
+
+def microbatches(order: Order, model: torch.nn.Module, count: int) -> Iterator[int]:
+    """`GradientOrder.microbatches` of a model that `fully_shard` has sharded over several ranks."""
+    found = order.reduce_scatters
+    if {id(m) for one in found for m in one.modules} != {id(m) for m in sharded_modules(model)}:
+        raise RuntimeError(
+            "GradientOrder: modules of fully_shard reduce gradients in an order of their own; "
+            "te.parallel.tree_reduce_scatter(model, order) before the loop is accepted."
+        )
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            check_parameter(Order, name, p, order)
+    each = count // order.groups
+    runs = order.runs(count)
+    for one in found:
+        one.begin()
+    try:
+        with scaling.once_a_step():
+            for number in runs:
+                order.left, order.ended = runs.stop - number, (number - runs.start) // each
+                for one in found:
+                    one.synchronize((number + 1) % each == 0)
+                yield number
+            for one in found:
+                if one.called != order.most and one.trained:
+                    raise RuntimeError(
+                        f"GradientOrder: the gradients of {type(one.modules[0]).__name__} were reduced {one.called} "
+                        f"times in {order.most} groups; a backward of it in each microbatch is accepted."
+                    )
+    finally:
+        order.left = 0
+        for one in found:
+            one.done = []  # fp32 sums as large as the model
