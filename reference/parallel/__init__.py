@@ -4,6 +4,7 @@
     gradient_order.py   that order in one process, over ranks, and as a hook of DistributedDataParallel
     chain.py            a sum over K that passes from rank to rank
     tensor.py           layers whose weights the ranks of a group share
+    context.py          attention of a sequence whose tokens they share
     styles.py           styles for PyTorch's parallelize_module
     vocabulary.py       embedding and cross-entropy of a vocabulary that they share
     tensor_state.py     one process's state, cut for ranks and joined
