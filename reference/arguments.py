@@ -183,6 +183,11 @@ _ONE_OF_RANKS = Rule(
     lambda x: x is None or len(x) == 1,
     "None and a list of one rank are accepted (context parallelism is not offered)",
 )
+_RANKS = Rule(
+    lambda x: x is None or (isinstance(x, (list, tuple)) and all(map(is_int, x))),
+    _any,
+    "None and a list of the group's ranks are accepted",
+)
 _CLAMP = Rule(
     lambda x: x is None or isinstance(x, dict),
     lambda x: x is None or all(_is_clamp(name, value) for name, value in x.items()),
@@ -194,9 +199,10 @@ _NAMES: list[tuple[Rule, str]] = [
     (_ONE_RANK, "tp_group cp_group"),
     (_GROUP, "Linear.tp_group LayerNormLinear.tp_group LayerNormMLP.tp_group MultiheadAttention.tp_group"),
     (_GROUP, "TransformerLayer.tp_group checkpoint.tp_group Float8CurrentScalingQuantizer.amax_reduction_group"),
-    (_GROUP, "Embedding.tp_group DotProductAttention.tp_group dist_process_group"),
+    (_GROUP, "Embedding.tp_group DotProductAttention.tp_group DotProductAttention.cp_group dist_process_group"),
     (_SIZE, "tp_size"),
     (_ONE_OF_RANKS, "cp_global_ranks"),
+    (_RANKS, "DotProductAttention.cp_global_ranks"),
     (_STREAM, "cp_stream"),
     (_one_of("p2p", "all_gather", "a2a", "a2a+p2p"), "cp_comm_type"),
     (_FLAG, "sequence_parallel set_parallel_mode"),

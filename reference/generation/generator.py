@@ -349,7 +349,7 @@ class Generator:
         ends = accumulate(map(len, new))
         counts = [1 + len(drafts[one.name]) for one in running]
         rows = [end - n + i for end, n in zip(ends, counts, strict=True) for i in range(n)]
-        logits = logits.index_select(0, torch.tensor(rows, device=logits.device))
+        logits = logits.index_select(0, torch.tensor(rows, dtype=torch.int64, device=logits.device))
         settings = [one.sampling for one, n in zip(running, counts, strict=True) for _ in range(n)]
         positions = [len(one.text) + i for one, n in zip(running, counts, strict=True) for i in range(n)]
         chosen = sample(logits, settings, positions)

@@ -5,6 +5,7 @@
     fully_sharded.py    that order as the reduce-scatter of FSDP2's fully_shard
     chain.py            a sum over K that passes from rank to rank
     tensor.py           layers whose weights the ranks of a group share
+    context.py          attention of a sequence whose tokens they share
     styles.py           styles for PyTorch's parallelize_module
     vocabulary.py       embedding and cross-entropy of a vocabulary that they share
     tensor_state.py     one process's state, cut for ranks and joined

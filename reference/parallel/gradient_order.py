@@ -209,7 +209,7 @@ class GradientOrder:
     def _refuse_unused(self, used: list[bool], device: torch.device) -> None:
         """Refuse, on every rank, a parameter without a gradient on any: the others would wait for this one."""
         first = len(used) if all(used) else used.index(False)
-        found = torch.tensor([(len(used) - first) * self.ranks + self.rank], device=device)
+        found = torch.tensor([(len(used) - first) * self.ranks + self.rank], dtype=torch.int64, device=device)
         dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.process_group)
         left, rank = divmod(int(found), self.ranks)
         if left:

@@ -35,6 +35,7 @@ def _work(rank: int, count: int, port: int, folder: str, program: Program, argum
     try:
         found = {name: program(dist.group.WORLD, count, rank, *one) for name, one in arguments}
         torch.save(found, Path(folder) / f"{rank}.pt")
+        dist.barrier()  # rank 0's store serves the others until the last of them has made its groups
     finally:
         dist.destroy_process_group()
 

@@ -46,7 +46,7 @@ class Fault:
             return None
         x = tensors[int(self.choice * len(tensors))]
         at, bit = divmod(int(self.bit * x.nbytes * 8), 8 * x.element_size())
-        where = tuple(int(i) for i in torch.unravel_index(torch.tensor(at), x.shape))
+        where = tuple(int(i) for i in torch.unravel_index(torch.tensor(at, dtype=torch.int64, device="cpu"), x.shape))
         word = x[where].reshape(1).contiguous().view(torch.uint8)
         word[bit // 8] ^= 1 << bit % 8
         x[where] = word.view(x.dtype)[0]
@@ -93,7 +93,7 @@ class Faulty(recorder.Recorder):
         of_word = operands._replace(a=operands.a[row : row + 1], b=operands.b[column : column + 1])
         start = None if c is None else np.ascontiguousarray(c[row : row + 1, column : column + 1])
         words[row, column] = gemm_word(of_word, split_k, start, StepFault(int(step), fault.stage, term, bit))[0, 0]
-        fault.flipped = (torch.empty(0), (row, column))
+        fault.flipped = (torch.empty(0, dtype=torch.float32, device="cpu"), (row, column))
         return words
 
     def _wrote(

@@ -135,7 +135,7 @@ class TrailWriter:
             mine = [i for i, x in enumerate(tensors) if x.device == device]
             found = sums([tensors[i] for i in mine])
             if device.type == "cuda":
-                host = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
+                host = torch.empty(found.shape, dtype=found.dtype, device="cpu", pin_memory=True)
                 host.copy_(found, non_blocking=True)
                 events.append(torch.cuda.Event())
                 events[-1].record(torch.cuda.current_stream(device))

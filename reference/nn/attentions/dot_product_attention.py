@@ -15,10 +15,12 @@ import torch
 
 from reference.arguments import MASK_TYPES, check_arguments
 from reference.memory.recompute import checkpoint
+from reference.nn.attentions import context_parallel_attention
 from reference.nn.attentions.attention_bias import Bias
 from reference.nn.attentions.attention_extras import NO_EXTRAS, Extras, defaults_of, unpacked
 from reference.nn.attentions.attention_fp8 import FP8Attention
 from reference.nn.attentions.attention_lengths import Lengths, check_packed, packed
+from reference.nn.attentions.context_parallel_attention import SharesContext, take_context_group
 from reference.nn.attentions.dot_product_pair import Plan, backward, forward
 from reference.nn.attentions.dot_product_plan import Call, cached_call_of, call_of, context_of
 from reference.nn.attentions.exact_attention import Equation, Mask, max_logit
@@ -39,7 +41,6 @@ from reference.nn.core.checks import (
     window_of,
 )
 from reference.nn.core.context import BlockContext
-from reference.nn.core.context_parallel import ContextGroup
 from reference.nn.core.dropout import Generator
 from reference.nn.core.tensor_parallel import refuse_beyond_cpu
 from reference.ops.attentions.attention_bias import default_slopes
@@ -48,7 +49,7 @@ from reference.recipes.quantized import as_dtype
 from reference.support.notice import say_once
 
 
-class DotProductAttention(OfCoreAttention, ContextGroup, FP8Attention):
+class DotProductAttention(SharesContext, OfCoreAttention, FP8Attention):
     """softmax(q·kᵀ)·v with Transformer Engine's arguments.
 
     Args:
@@ -77,7 +78,10 @@ class DotProductAttention(OfCoreAttention, ContextGroup, FP8Attention):
             r-th part of num_attention_heads and of num_gqa_groups; biases, slopes and sinks are of these. Nothing is
             sent; the group says which heads drop what, and which ranks share a scale. On CPUs alone.
         sequence_parallel: without effect: heads have all tokens.
-        cp_*: of one rank. softcap and the rest: only "off" is offered.
+        cp_group, cp_global_ranks, cp_comm_type: context parallelism (`reference.parallel.context`): q, k and v are of
+            this rank's tokens, two chunks of the sequence. Several ranks need "all_gather", a causal mask type or none,
+            no dropout, and 16 bits. On CPUs alone.
+        cp_stream: without effect. softcap and the rest: only "off" is offered.
         device: of the random state; None is the package's own.
         attention_backend: "exact" gives the bits of `reference.ops.attentions.attention` on every device. "cudnn" is
             PyTorch's SDPA on its cuDNN backend, on CUDA, in bf16 or fp16, without a mask or causal with as many keys as
@@ -120,6 +124,7 @@ class DotProductAttention(OfCoreAttention, ContextGroup, FP8Attention):
         self.num_gqa_groups = check_groups("DotProductAttention", num_gqa_groups, self.num_attention_heads)
         self.take_tensor_group(tp_group, tp_size, sequence_parallel)
         self._divide_heads()
+        take_context_group(self, cp_group, cp_global_ranks, cp_comm_type)
         sizes = kv_channels if isinstance(kv_channels, tuple) else (kv_channels, kv_channels)
         of_keys, of_values = map(int, sizes)
         self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v = of_keys, of_values
@@ -311,6 +316,15 @@ class DotProductAttention(OfCoreAttention, ContextGroup, FP8Attention):
         extras.check("DotProductAttention", MASK_NAMES, self, *masked, shape, tokens, x.dtype, x.device)
         self.refuse_in_fp8("DotProductAttention", x.dtype, extras.bias.given, inference_params is not None)
         fp8 = context_of(self, x.dtype, x.device) if x.dtype != torch.float32 else None
+        if self.cp_name is not None:
+            others = {
+                "a bias": extras.bias.given,
+                "inference_params": inference_params is not None,
+                "fp8_dpa=True": fp8 is not None,
+                "return_max_logit=True": self.return_max_logit,
+                "checkpoint_core_attention=True": checkpoint_core_attention,
+            }
+            return context_parallel_attention.attend(self, equation, layout, others, *given)
         by_torch = x.dtype == torch.float32 or equation.backend == "cudnn"
         cached = None
         if inference_params is not None:

@@ -241,7 +241,7 @@ class InferenceParams(OfCache, DeviceDefault):
         starts = [pages.lengths.get(name, 0) for name in steps]
         copies = [copy for name, new in steps.items() for copy in pages.extend(name, new)]
         if copies:
-            at, to = (torch.tensor(one, device=self.device) for one in zip(*copies, strict=True))
+            at, to = (torch.tensor(one, dtype=torch.int64, device=self.device) for one in zip(*copies, strict=True))
             for both in self.cache.values():
                 for cache in both:
                     cache.index_copy_(0, to, cache.index_select(0, at))

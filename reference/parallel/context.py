@@ -1,0 +1,96 @@
+"""Context parallelism: attention of a sequence whose tokens ranks share, with the words of one process.
+
+A sequence of S tokens is cut into 2t chunks. Rank r of t has chunks r and 2t - 1 - r, one after the other: under a
+causal rule every rank then has as many pairs. (Transformer Engine and Megatron-LM cut so.) Keys and values of all ranks
+are gathered.
+
+    forward    out, m and 1 / l of a query have an order over keys alone: a chunk's queries are a call of their own
+    dq         the same
+    dk, dv     have an order over heads of a group, then over queries: ranks gather q, dL/dout, out, m and 1 / l, and a
+               chunk's keys are a call of their own, with all queries that see them
+
+A call is `twin::attention` or its backward, on part of the queries and keys. Blocks of 128 queries and keys are those
+of the whole sequence, because a chunk is a multiple of 128. Under a causal rule keys after a chunk of queries, and
+queries before a chunk of keys, are left out: those pairs are hidden.
+
+Nothing is added over ranks. Backward computes the weights of a pair twice, once for dq and once for dk and dv.
+"""
+
+import torch
+
+from reference.ops.attentions.attention_options import Options
+from reference.ops.library import twin
+from reference.parallel.chain import gathered_rows, ranks_of
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+def chunks_of(group: str) -> tuple[int, int]:
+    """The two chunks of this rank."""
+    rank, count = ranks_of(group)
+    return rank, 2 * count - 1 - rank
+
+
+def gathered(group: str, x: torch.Tensor) -> torch.Tensor:
+    """The tokens of all ranks `[S, ...]`, in order, from this rank's x `[S / t, ...]`."""
+    count = ranks_of(group)[1]
+    of_ranks = gathered_rows(group, x.contiguous()).unflatten(0, (2 * count, -1))
+    order = [2 * min(chunk, 2 * count - 1 - chunk) + (chunk >= count) for chunk in range(2 * count)]
+    return of_ranks[order].flatten(0, 1)
+
+
+def _heads(x: torch.Tensor) -> torch.Tensor:
+    """`[b, h, s, ...]` of x `[s, b, h, ...]`."""
+    return x.permute(1, 2, 0, *range(3, x.dim())).contiguous()
+
+
+def _tokens(x: torch.Tensor) -> torch.Tensor:
+    """The inverse."""
+    return x.permute(2, 0, 1, *range(3, x.dim()))
+
+
+def attend(group: str, options: Options, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tensors:
+    """out `[s, b, h, e]`, m and 1 / l `[s, b, h]` of this rank's q, k and v `[s, b, heads, d]`.
+
+    `options`: of the whole sequence, without what depends on a place in it; its mask type is "causal" or "none".
+    """
+    k, v = gathered(group, k), gathered(group, v)
+    n, causal = q.shape[0] // 2, options.mask_type == "causal"
+    options = options._replace(mask_type="causal_bottom_right" if causal else "none")
+    found = []
+    for half, chunk in enumerate(chunks_of(group)):
+        stop = (chunk + 1) * n if causal else k.shape[0]
+        found.append(twin.attention(_heads(q[half * n : (half + 1) * n]), _heads(k[:stop]), _heads(v[:stop]), *options))
+    first, second = ([_tokens(x) for x in results] for results in found)
+    return tuple(torch.cat(pair) for pair in zip(first, second, strict=True))
+
+
+def attend_backward(
+    group: str,
+    options: Options,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    m: torch.Tensor,
+    inv: torch.Tensor,
+    grad: torch.Tensor,
+) -> Tensors:
+    """dq, dk, dv of this rank's tokens; arguments as `attend` has and returns them."""
+    n, causal = q.shape[0] // 2, options.mask_type == "causal"
+    of_queries = options._replace(mask_type="causal_bottom_right" if causal else "none")
+    own, whole = (grad, q, out, m, inv), tuple(gathered(group, x) for x in (grad, q, out, m, inv))
+    keys, values = gathered(group, k), gathered(group, v)
+    size, gradients = keys.shape[0], []
+    for half, chunk in enumerate(chunks_of(group)):
+        first, stop = chunk * n, (chunk + 1) * n
+        last, begin = (stop, first) if causal else (size, 0)
+        g, *rest = (_heads(x[half * n : (half + 1) * n]) for x in own)
+        dq, _, _ = twin.attention_backward(
+            g, rest[0], _heads(keys[:last]), _heads(values[:last]), *rest[1:], *of_queries
+        )
+        g, *rest = (_heads(x[begin:]) for x in whole)
+        mine = (_heads(keys[first:stop]), _heads(values[first:stop]))
+        _, dk, dv = twin.attention_backward(g, rest[0], *mine, *rest[1:], *options)
+        gradients.append([_tokens(x) for x in (dq, dk, dv)])
+    return tuple(torch.cat(pair) for pair in zip(*gradients, strict=True))
