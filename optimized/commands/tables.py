@@ -112,7 +112,16 @@ def mutation(payload: Payload) -> list[Table]:
     drawn, killed, by_time = counts["drawn"], counts["killed"], counts["by_time"]
     same = sum((one["judged"] or "").startswith("Changes nothing") for one in survivors)
     shares = f"{killed / drawn:.1%}", f"{killed / (drawn - same):.1%}"
-    columns = ("command", "drawn", "killed", "by a test's time", "survived", "change nothing", "killed", "of the others")
+    columns = (
+        "command",
+        "drawn",
+        "killed",
+        "by a test's time",
+        "survived",
+        "change nothing",
+        "killed",
+        "of the others",
+    )
     row = (f"`{payload['command']}`", *map(str, (drawn, killed, by_time, drawn - killed, same)), *shares)
     how = "Small changes of the Python source, drawn at random: a change that no test notices has survived."
     note = (

@@ -338,11 +338,12 @@ class Map:
             module: {int(line): sets[place] for line, place in lines.items()}
             for module, lines in found["modules"].items()
         }
-        self.trees = {
-            str(path.relative_to(folder)): ast.parse(path.read_text("utf-8"))
+        self.texts = {
+            str(path.relative_to(folder)): path.read_text("utf-8")
             for side in ("reference", "optimized")
             for path in folder.glob(f"{side}/**/*.py")
         }
+        self.trees = {module: ast.parse(text) for module, text in self.texts.items()}
         # Functions, and statements at a module's top or in a class's body, by the names that stand in them.
         self.users = [
             (module, node, {one.id if isinstance(one, ast.Name) else one.attr for one in ast.walk(node)
@@ -368,13 +369,17 @@ class Map:
         found = self._lines(module, node.body[0].lineno, node.end_lineno or node.lineno)
         return found | self.lines.get(module, {}).get(-first, 0)
 
-    def _of_names(self, names: set[str]) -> int:
-        """The tests of the functions that name one of these, or what a module or a compiled function makes of it."""
+    def _of_names(self, origin: str, names: set[str]) -> int:
+        """The tests of the functions that name one of these, or what a module or a compiled function makes of it.
+
+        They are in the module where the names come from, or in one that names it.
+        """
+        stem = Path(origin).stem
         found, seen, new = 0, set(names), set(names)
         while new:
             more: set[str] = set()
             for module, node, named in self.users:
-                if not new & named:
+                if not new & named or not (module == origin or stem in self.texts[module]):
                     continue
                 if not isinstance(node, ast.FunctionDef):
                     more |= _bound(node)
@@ -403,9 +408,9 @@ class Map:
         elif outer and not word:  # compiled, or never executed
             word = self._of_function(module, outer[-1])
             if _is_compiled(outer[-1]):
-                word |= self._of_names({outer[-1].name})
+                word |= self._of_names(module, {outer[-1].name})
         elif not outer and statement:
-            word |= self._of_names(_bound(statement))
+            word |= self._of_names(module, _bound(statement))
         whole = 0
         for one in self.lines.get(module, {}).values():
             whole |= one
