@@ -17,6 +17,8 @@ from optimized.cuda import launch
 from optimized.ops import MODULES
 from optimized.ops.gemms.gemm_tile import FP8_TILES, TILES
 from optimized.ops.norms import norm, norm_backward, norm_cast_transpose
+from optimized.recordings import cases
+from optimized.recordings.calls import Inputs
 
 SHARED_BYTES = 232448  # that a block of Hopper's can have
 # These have more configurations than CI compiles: each macro must have a value that CI compiles somewhere.
@@ -320,3 +322,20 @@ def test_a_dry_gpu_leaves_nothing_behind() -> None:
         assert gpu.taken() == []
     assert launch.launch is before
     assert torch.empty(1).device.type == "cpu"
+
+
+@pytest.mark.parametrize("name", ["gemm_fp8", "gemm_fp8_blocks", "gemm_fp8_rowwise", "gemm_fused"])
+def test_threads_of_a_product_store_16_bytes_where_rows_and_tiles_allow_it(name: str) -> None:
+    """Rows that begin at multiples of 16 bytes only, narrow tiles and fp32 have stores of 8 bytes, or 16 of four."""
+    seen = set()
+    with DryGpu(written=False) as gpu:
+        for call in cases.MODULES[name].calls(Inputs("cuda", filled=False)):
+            before = len(gpu.launches)
+            call.run()
+            for kernel in (launched.kernel for launched in gpu.launches[before:]):
+                if "RUN" in kernel.defines and not call.name.startswith("gemm_fp8_activation"):
+                    whole = call.args[1].shape[0] % 32 == int(kernel.defines["BLOCK_N"]) % 32 == 0
+                    run = 8 if whole and kernel.defines["OUT"] != "FP32" else 4
+                    assert kernel.defines["RUN"] == run, (call.name, kernel.defines)
+                    seen.add(run)
+    assert seen == {4, 8}
