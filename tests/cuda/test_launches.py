@@ -100,6 +100,10 @@ def check_cover(launched: Launched) -> None:
         assert (grid[0] - 1) * (block[0] // 32) < rows <= grid[0] * (block[0] // 32)
         groups, cols = int(kernel.defines["GROUPS"]), int(args[3 if kernel.name == "softmax" else 4])
         assert groups == 0 or cols <= 256 * groups
+    elif kernel.name == "attention_fp8":
+        shape = args[6].storage[()]
+        b, h, sq, d = (int(shape[name]) for name in ("batches", "heads", "sq", "d"))
+        assert grid == (min(-(-sq // 192) * b * h * -(-d // 128), 132),)
     elif kernel.kernel == "norm_cast_transpose":
         rows, cluster = int(args[-5]), int(kernel.defines.get("CLUSTER", 0))
         works = max(1, -(-rows // (32 if cluster else 64)))

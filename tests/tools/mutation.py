@@ -424,11 +424,15 @@ class Map:
         return self._ordered(here, near), self._ordered(rest, near)
 
     def _ordered(self, names: set[str], near: str) -> list[str]:
-        """Those of the module's own file first; one of each function before the second of any; the quickest first."""
+        """One of each function before the second of any, of the module's own file eight; the quickest first."""
         groups: dict[str, list[str]] = collections.defaultdict(list)
         for name in sorted(names, key=lambda one: (self.seconds[one], one)):
             groups[name.partition("[")[0]].append(name)
-        ranked = [(place, name) for group in groups.values() for place, name in enumerate(group)]
+        ranked = [
+            (place // 8 if near in name else place, name)
+            for group in groups.values()
+            for place, name in enumerate(group)
+        ]
         return [
             name
             for _, name in sorted(ranked, key=lambda one: (one[0], near not in one[1], self.seconds[one[1]], one[1]))
@@ -461,12 +465,12 @@ def _span(node: ast.AST) -> tuple[int, int]:
 class Only:
     """A plugin of pytest: the named tests in their order. What runs, and which test fails, goes to a file.
 
-    A mutant may change the name of a test's case. So cases that nobody knows run, too, after the named ones.
+    A mutant may change the name of a test's case, and a test may be newer than the map. So what nobody knows of the
+    same files runs, too, after the named ones.
     """
 
     def __init__(self, seconds: dict[str, float], known: frozenset[str], notes: Path) -> None:
         self.places = {name: place for place, name in enumerate(seconds)}
-        self.functions = {name.partition("[")[0] for name in seconds}
         self.seconds, self.known = seconds, known
         self.notes, self.late = (path.open("w", encoding="utf-8", buffering=1) for path in (notes, _late(notes)))
 
@@ -475,12 +479,7 @@ class Only:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        items[:] = [
-            item
-            for item in items
-            if item.nodeid in self.places
-            or (item.nodeid not in self.known and item.nodeid.partition("[")[0] in self.functions)
-        ]
+        items[:] = [item for item in items if item.nodeid in self.places or item.nodeid not in self.known]
         items.sort(key=lambda item: self.places.get(item.nodeid, len(self.places)))
         self.note("collected", str(len(items)))
 
@@ -507,13 +506,15 @@ def _late(notes: Path) -> Path:
 def _judge(
     folder: Path,
     cache: Path,
+    module: str,
     seconds: dict[str, float],
     known: frozenset[str],
     out: Path,
     options: tuple[str, ...] = ("-x",),
 ) -> int:
     """In a process of its own: run the named tests, until one fails."""
-    files = sorted({name.partition("::")[0] for name in seconds})
+    near = {str(path.relative_to(folder)) for path in folder.glob(f"tests/**/test_{Path(module).stem}.py")}
+    files = sorted({name.partition("::")[0] for name in seconds} | near)
     return _pytest(_entered(folder), cache, out.with_suffix(".out"), [*options, *files], Only(seconds, known, out))
 
 
@@ -530,7 +531,9 @@ def judge(
         if mutant["patch"]:
             subprocess.run(["git", "apply"], cwd=folder, input=mutant["patch"], text=True, check=True)
         try:
-            process = forked(_judge, folder, Path(room) / "cache" if own else cache, seconds, known, out)
+            process = forked(
+                _judge, folder, Path(room) / "cache" if own else cache, mutant["module"], seconds, known, out
+            )
             limit = 10 * PATIENCE[0] + PATIENCE[1] * sum(seconds.values())
             status = _ended(process, begun + limit)
         finally:
@@ -591,7 +594,7 @@ def failing(folders: list[Path], cache: Path, found: Map, names: set[str]) -> se
         chosen = {name: found.seconds.get(name, 1.0) for name in names if name.partition("::")[0] in share}
         if chosen:
             out = folder.with_suffix(".again")
-            running[forked(_judge, folder, cache, chosen, found.known, out, ())] = out
+            running[forked(_judge, folder, cache, "", chosen, found.known | names, out, ())] = out
     bad: set[str] = set()
     while running:
         process, word = os.wait()
