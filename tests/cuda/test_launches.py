@@ -343,3 +343,23 @@ def test_threads_of_a_product_store_16_bytes_where_rows_and_tiles_allow_it(name:
                     assert kernel.defines["RUN"] == run, (call.name, kernel.defines)
                     seen.add(run)
     assert seen == {4, 8}
+
+
+def test_scratch_of_attentions_gradient_has_room_for_all_of_dq() -> None:
+    """In fp32, of each head, and of the queries of whole tiles."""
+    seen, of_attention = 0, [name for name in LISTS if name.startswith("attention")]
+    with DryGpu(written=False) as gpu:
+        for call in itertools.chain(
+            *(cases.MODULES[name].calls(Inputs("cuda", filled=False)) for name in of_attention)
+        ):
+            before = len(gpu.launches)
+            call.run()
+            for launched in gpu.launches[before:]:
+                if launched.kernel.name == "attention_backward":
+                    shape = launched.args[4].storage[()]
+                    b, h, sq, d = (int(shape[name]) for name in ("batches", "heads", "sq", "d"))
+                    structs = (arg.storage for arg in launched.args if hasattr(arg, "storage"))
+                    (scratch,) = (one for one in structs if "dq" in (one.dtype.names or ()))
+                    assert gpu.bytes_at(int(scratch["dq"])) >= 4 * b * h * -(-sq // 128) * 128 * d
+                    seen += 1
+    assert seen
