@@ -4,6 +4,7 @@ import itertools
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -100,6 +101,9 @@ def check_cover(launched: Launched) -> None:
         assert (grid[0] - 1) * (block[0] // 32) < rows <= grid[0] * (block[0] // 32)
         groups, cols = int(kernel.defines["GROUPS"]), int(args[3 if kernel.name == "softmax" else 4])
         assert groups == 0 or cols <= 256 * groups
+    elif kernel.kernel == "activation":
+        rows, cols = (int(arg) for arg in args if isinstance(arg, np.int32))
+        assert grid == (-(-rows // 4) * -(-cols // (block[0] * (16 // size if kernel.defines["VECTOR"] else 1))),)
     elif kernel.name == "attention_fp8":
         shape = args[6].storage[()]
         b, h, sq, d = (int(shape[name]) for name in ("batches", "heads", "sq", "d"))
