@@ -466,7 +466,7 @@ class Only:
     """A plugin of pytest: the named tests in their order. What runs, and which test fails, goes to a file.
 
     A mutant may change the name of a test's case, and a test may be newer than the map. So what nobody knows of the
-    same files runs, too, after the named ones.
+    same files runs, too, before the named ones.
     """
 
     def __init__(self, seconds: dict[str, float], known: frozenset[str], notes: Path) -> None:
@@ -480,7 +480,7 @@ class Only:
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         items[:] = [item for item in items if item.nodeid in self.places or item.nodeid not in self.known]
-        items.sort(key=lambda item: self.places.get(item.nodeid, len(self.places)))
+        items.sort(key=lambda item: self.places.get(item.nodeid, -1))
         self.note("collected", str(len(items)))
 
     @pytest.hookimpl(tryfirst=True)
