@@ -448,3 +448,16 @@ def test_an_epilogues_steps_are_whole_and_no_more_than_k_blocks(
         assert steps == gemm_fused.select_steps(epilogue, tile, 128 * blocks - 127, kind)  # a k-block may be ragged
         if blocks >= most:
             assert steps == most
+
+
+def test_an_epilogues_shared_memory_has_room() -> None:
+    for tile in TILES:
+        assert gemm_fused.epilogue_bytes("BiasActivation", tile) >= 4 * tile.block_n
+        bits, boxes = tile.block_m * tile.block_n, tile.warpgroups * 4 * 2
+        found = gemm_fused.epilogue_bytes("BiasDropoutAdd", tile)
+        assert isinstance(found, int)
+        assert found >= 2 * tile.block_n + bits // 8 + boxes * 16 * 32 * 2 + 8 * (2 + 2 + boxes)
+        for epilogue in ("BiasActivation", "BiasDropoutAdd"):
+            fused = gemm_fused.fused_tile(epilogue, tile)
+            assert 1 <= fused.stages <= tile.stages
+            assert fused.shared_bytes + gemm_fused.epilogue_bytes(epilogue, fused) <= 232448
