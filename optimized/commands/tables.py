@@ -111,10 +111,19 @@ def mutation(payload: Payload) -> list[Table]:
     """How many mutants the fast tests kill."""
     counts = payload["mutants"]
     drawn, killed = counts["drawn"], counts["killed"]
-    row = (f"`{payload['command']}`", str(drawn), str(killed), str(drawn - killed))
+    same = sum((one["judged"] or "").startswith("Changes nothing") for one in payload["survivors"])
+    shares = f"{killed / drawn:.1%}", f"{killed / (drawn - same):.1%}"
+    columns = ("command", "drawn", "killed", "survived", "change nothing", "killed of all", "of the others")
+    row = (f"`{payload['command']}`", *map(str, (drawn, killed, drawn - killed, same)), *shares)
     how = "Small changes of the Python source, drawn at random: a change that no test notices has survived."
-    note = f"{payload['tool']} knows {counts['known']} changes; each survivor is judged in docs/results/mutation.json."
-    return [Table("Mutants", ("command", "drawn", "killed", "survived"), (row,), how, note)]
+    note = (
+        f"{payload['tool']} knows {counts['known']} changes; each survivor is judged in docs/results/mutation.json. "
+        "Some change nothing that a program can see, such as `==` for `is` between types: the last column leaves them "
+        "out."
+    )
+    if "by_time" in counts:
+        note += f" By its time alone a test killed {counts['by_time']}."
+    return [Table("Mutants", columns, (row,), how, note)]
 
 
 def house(payload: Payload) -> list[Table]:

@@ -1,6 +1,7 @@
 """How times are taken, with events and a clock that count what is noted."""
 
 import itertools
+import math
 import re
 import types
 from collections.abc import Callable, Iterator
@@ -176,6 +177,17 @@ def test_a_split_of_k_is_found(bench: DryBench, pieces: int) -> None:
         return
     assert found == f"cuBLASLt splits K into {pieces} pieces of {step} and adds them in fp32, in order"
     assert seen[pieces - 2] == [step] * (pieces - 1) + [8256 - step * (pieces - 1)]
+
+
+@pytest.mark.parametrize("permuted", [False, True])
+def test_maps_of_the_ladder_have_each_row_once(permuted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ladder, "encode", lambda *given: given)
+    n, k = 96, 128
+    _, _, shape, strides, box, _, _ = ladder._map(torch.empty(n, k, dtype=torch.uint8), 64, permuted)
+    assert math.prod(box) == 64 * k
+    places = [range(0, count * step, step) for count, step in zip(shape[1:], strides, strict=True)]
+    rows = [sum(place) for place in itertools.product(*places)]
+    assert sorted(rows) == list(range(0, n * k, k))
 
 
 def test_rungs_of_the_ladder() -> None:

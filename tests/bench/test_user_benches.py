@@ -95,11 +95,14 @@ def test_decoding_with_hugging_faces_model() -> None:
 
 def test_the_first_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "compiled", [])  # other tests of this process have compiled
+    sizes, randn = [], torch.randn
+    monkeypatch.setattr(torch, "randn", lambda *size, **how: sizes.append(size) or randn(*size, **how))
     with DryBench() as bench, mock.patch.object(first_step.time, "time", iter(range(10, 20)).__next__):
         found = first_step.steps(7.0)
     assert found == {"seconds": [3, 1, 1, 1, 1], "compiled": [0] * 5}
     assert len(found["seconds"]) == len(first_step.PHASES)
     assert bench.gpu.lines.count("synchronize") == 4
+    assert [size[1] for size in sizes] == [4, 4, 2], "the second step repeats the first, the third has another batch"
     assert {one.kernel.kernel for one in bench.gpu.launches} == set(first_step.KERNELS)
 
 

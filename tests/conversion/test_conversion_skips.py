@@ -155,6 +155,10 @@ class _Odd(torch.nn.Module):
         limit = {"clamps x at 1e3": 1e3, "clamps x at fp16's largest": 65504.0, "clamps x at 1e9": 1e9}.get(self.odd)
         x = x if limit is None else x.clamp(-limit, limit)
         wide = x.float()
+        if self.odd == "has 1.001 times the gradient of large x" and wide.requires_grad:
+            factors = 1 + 1e-3 * (wide.detach().abs() > 1)
+            wide = wide.clone()
+            wide.register_hook(lambda grad: grad * factors)
         rstd = (wide.square().mean(-1, keepdim=True) + self.eps).rsqrt()
         rstd = rstd.detach() if self.odd == "detaches rstd" else rstd
         gamma = self.weight.detach() if self.odd == "detaches gamma" else self.weight
@@ -178,6 +182,7 @@ class _Odd(torch.nn.Module):
         ("detaches rstd", False),
         ("detaches gamma", False),
         ("clips its gradient", False),
+        ("has 1.001 times the gradient of large x", False),
         ("is another one in training", False),
         ("is another one in evaluation", False),
         ("is another one of three dimensions", False),

@@ -4,6 +4,7 @@ import itertools
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,6 +18,8 @@ from optimized.cuda import launch
 from optimized.ops import MODULES
 from optimized.ops.gemms.gemm_tile import FP8_TILES, TILES
 from optimized.ops.norms import norm, norm_backward, norm_cast_transpose
+from optimized.recordings import cases
+from optimized.recordings.calls import Inputs
 
 SHARED_BYTES = 232448  # that a block of Hopper's can have
 # These have more configurations than CI compiles: each macro must have a value that CI compiles somewhere.
@@ -99,6 +102,17 @@ def check_cover(launched: Launched) -> None:
         assert (grid[0] - 1) * (block[0] // 32) < rows <= grid[0] * (block[0] // 32)
         groups, cols = int(kernel.defines["GROUPS"]), int(args[3 if kernel.name == "softmax" else 4])
         assert groups == 0 or cols <= 256 * groups
+    elif kernel.kernel == "activation":
+        rows, cols = (int(arg) for arg in args if isinstance(arg, np.int32))
+        assert grid == (-(-rows // 4) * -(-cols // (block[0] * (16 // size if kernel.defines["VECTOR"] else 1))),)
+    elif kernel.name == "attention_fp8":
+        shape = args[6].storage[()]
+        b, h, sq, d = (int(shape[name]) for name in ("batches", "heads", "sq", "d"))
+        assert grid == (min(-(-sq // 192) * b * h * -(-d // 128), 132),)
+    elif kernel.kernel == "norm_cast_transpose":
+        rows, cluster = int(args[-5]), int(kernel.defines.get("CLUSTER", 0))
+        works = max(1, -(-rows // (32 if cluster else 64)))
+        assert grid == (max(1, cluster) * min(works, 132 // cluster - 2 if cluster else 132),)
 
 
 def check_attention(launched: Launched) -> None:
@@ -320,3 +334,40 @@ def test_a_dry_gpu_leaves_nothing_behind() -> None:
         assert gpu.taken() == []
     assert launch.launch is before
     assert torch.empty(1).device.type == "cpu"
+
+
+@pytest.mark.parametrize("name", ["gemm_fp8", "gemm_fp8_blocks", "gemm_fp8_rowwise", "gemm_fused"])
+def test_threads_of_a_product_store_16_bytes_where_rows_and_tiles_allow_it(name: str) -> None:
+    """Rows that begin at multiples of 16 bytes only, narrow tiles and fp32 have stores of 8 bytes, or 16 of four."""
+    seen = set()
+    with DryGpu(written=False) as gpu:
+        for call in cases.MODULES[name].calls(Inputs("cuda", filled=False)):
+            before = len(gpu.launches)
+            call.run()
+            for kernel in (launched.kernel for launched in gpu.launches[before:]):
+                if "RUN" in kernel.defines and not call.name.startswith("gemm_fp8_activation"):
+                    whole = call.args[1].shape[0] % 32 == int(kernel.defines["BLOCK_N"]) % 32 == 0
+                    run = 8 if whole and kernel.defines["OUT"] != "FP32" else 4
+                    assert kernel.defines["RUN"] == run, (call.name, kernel.defines)
+                    seen.add(run)
+    assert seen == {4, 8}
+
+
+def test_scratch_of_attentions_gradient_has_room_for_all_of_dq() -> None:
+    """In fp32, of each head, and of the queries of whole tiles."""
+    seen, of_attention = 0, [name for name in LISTS if name.startswith("attention")]
+    with DryGpu(written=False) as gpu:
+        for call in itertools.chain(
+            *(cases.MODULES[name].calls(Inputs("cuda", filled=False)) for name in of_attention)
+        ):
+            before = len(gpu.launches)
+            call.run()
+            for launched in gpu.launches[before:]:
+                if launched.kernel.name == "attention_backward":
+                    shape = launched.args[4].storage[()]
+                    b, h, sq, d = (int(shape[name]) for name in ("batches", "heads", "sq", "d"))
+                    structs = (arg.storage for arg in launched.args if hasattr(arg, "storage"))
+                    (scratch,) = (one for one in structs if "dq" in (one.dtype.names or ()))
+                    assert gpu.bytes_at(int(scratch["dq"])) >= 4 * b * h * -(-sq // 128) * 128 * d
+                    seen += 1
+    assert seen

@@ -3,6 +3,7 @@
 import copy
 import logging
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,9 @@ from shared.graph_cases import (
 )
 
 import reference as te
+from reference.graphs import graph
+from reference.state import scaling
+from reference.state.threads import here
 from reference.support.nested import tensors_of
 
 
@@ -187,6 +191,30 @@ def test_a_graph_whose_fp8_state_was_replaced_is_refused() -> None:
     layer.fp8_meta["scaling_fwd"].resize(7)
     with te.autocast(recipe=RECIPE), pytest.raises(RuntimeError, match="Linear: its FP8 state has moved since"):
         layer(x)
+
+
+@pytest.mark.usefixtures("pretended")
+def test_gradients_scales_are_updated_by_the_first_module_that_has_a_backward() -> None:
+    x = torch.randn(4, HIDDEN, dtype=BF16)
+    layer = te.make_graphed_callables(te.Linear(HIDDEN, 16, params_dtype=BF16), (x,), enabled=True, recipe=RECIPE)
+    with te.autocast(recipe=RECIPE):
+        with torch.no_grad():
+            layer(x)
+        assert here().first_module_pending
+        layer(x)
+        assert not here().first_module_pending
+
+
+@pytest.mark.usefixtures("pretended")
+def test_a_replay_joins_the_autocast_as_its_layers_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(4, HIDDEN, dtype=BF16)
+    layer = te.make_graphed_callables(te.Linear(HIDDEN, 16, params_dtype=BF16), (x,), enabled=True, recipe=RECIPE)
+    joined: list[Any] = []
+    watched = SimpleNamespace(**{**vars(scaling), "join": lambda *given: joined.append(given)})
+    monkeypatch.setattr(graph, "scaling", watched)
+    with te.autocast(recipe=RECIPE):
+        layer(x)
+    assert joined == [(layer, RECIPE, None)]
 
 
 @pytest.mark.usefixtures("pretended")

@@ -6,6 +6,7 @@ import socket
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -157,3 +158,13 @@ def test_ranks_have_the_words_of_one_process(world: int, tmp_path: Path) -> None
                 assert one.keys() == other.keys()
                 for key in one:
                     assert_same_bits(one[key], other[key], f"rank {rank}, {name}, {dtype}, step {step}, {key}")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "error", "sentence"),
+    [(F32, RuntimeError, "a backward outside of the loop"), (torch.float64, TypeError, "a bucket of torch.float64")],
+)
+def test_buckets_that_are_refused(dtype: torch.dtype, error: type[Exception], sentence: str) -> None:
+    bucket: Any = SimpleNamespace(buffer=lambda: torch.zeros(3, dtype=dtype))
+    with pytest.raises(error, match=f"^tree_hook: {sentence}"):
+        tree_hook(GradientOrder(2), bucket)

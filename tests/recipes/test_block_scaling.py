@@ -131,6 +131,15 @@ def test_a_gradient_is_added_to_main_grad() -> None:
     assert_same_bits(layers[1].weight.main_grad.to(BF16), layers[0].weight.grad)
 
 
+@pytest.mark.parametrize("square", [False, True])
+@pytest.mark.parametrize(("first", "end"), [(0, 128), (128, 256), (128, 300), (256, 300), (0, 300)])
+def test_rows_of_an_operand_have_their_own_scales(square: bool, first: int, end: int) -> None:
+    whole = InBlocks(E4M3, square, "fp32").quantize(numbers(7, 300, 272), False).row
+    part = quantized.rows_of_operand(whole, first, end)
+    expected = quantized.dequantize(whole, 272, torch.float32)[first:end]
+    assert_same_bits(quantized.dequantize(part, 272, torch.float32), expected)
+
+
 def test_statistics_measure_each_blocks_cast() -> None:
     layer = te.Linear(144, 48, params_dtype=BF16)
     x = numbers(3, 20, 144)

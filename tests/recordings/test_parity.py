@@ -271,3 +271,9 @@ def test_differing_counts_words() -> None:
     assert not Tally().equal
     assert Tally(3, 0).equal
     assert not Tally(3, 1).equal
+
+
+def test_what_was_recorded_is_still_replayed() -> None:
+    replayed = [f"{case.op}/{case.name}/" for case in cases.cases() if not case.live]
+    lost = [name for name in outputs.read(reader.DATA).index if not name.startswith(tuple(replayed))]
+    assert not lost

@@ -219,6 +219,10 @@ class DryGpu(contextlib.ExitStack):
         """Bytes of a storage."""
         return self._storages[number][2]
 
+    def bytes_at(self, address: int) -> int:
+        """Bytes of the storage that an address lies in; 0 at address 0."""
+        return self.size(address // _STEP - 1) if address else 0
+
     def _free(self, size: int) -> int:
         """A number for a storage; as an allocator does, one that another of its size had, if they are reused."""
         for number, (storage, key, other) in enumerate(self._storages if self._reuses else ()):

@@ -249,3 +249,13 @@ def test_a_tracker_refuses_a_seed_that_torch_has_not(seed: int) -> None:
     with pytest.raises(ValueError, match=r"CudaRNGStatesTracker.add: seed=-?\d+; an int from -2\^63 to 2\^64 - 1 is"):
         tracker.add("a", seed)
     assert tracker.seeds_ == set()
+
+
+def test_seeds_of_layers_have_63_bits() -> None:
+    layers = torch.nn.ModuleList(te.TransformerLayer(16, 16, 1) for _ in range(24))
+    te.random.seed(1, layers)
+    seeds = [int(state[0]) for name, state in te.random.get_state(layers).items() if state.dtype == torch.int64]
+    assert len(seeds) == len(set(seeds)) >= 24
+    assert all(0 <= one < 2**63 for one in seeds)
+    for bit in range(63):
+        assert {one >> bit & 1 for one in seeds} == {0, 1}, bit

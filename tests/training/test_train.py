@@ -434,3 +434,19 @@ def record() -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     record()
+
+
+def test_the_columns_of_the_layers_maps() -> None:
+    """Amaxes of weights stand where `products` says that weights are, and no others do."""
+    trainer = made(replace(TINY, dropout=0.0, accumulate=1), "delayed")
+    weights = {name: p.abs().max().item() for name, p in trainer.model.layers[0].named_parameters() if p.dim() == 2}
+    assert len(weights) == 4
+    trainer.train()
+    found = []
+    for _, module, (of_input, of_weight, of_grad) in trainer.model.products():
+        amaxes = module.fp8_meta["scaling_fwd"].amax_history.max(0).values.tolist()
+        found.append(amaxes[of_weight])
+        assert amaxes[of_input] > 0
+        assert amaxes[of_input] not in weights.values()
+        assert module.fp8_meta["scaling_bwd"].amax_history.max(0).values[of_grad] > 0
+    assert sorted(found) == sorted(weights.values())

@@ -258,3 +258,19 @@ def test_refusals(arguments: dict[str, Any], sentence: str) -> None:
     }
     with pytest.raises((TypeError, ValueError), match=sentence):
         twin.gemm_fp8_blocks(*(given | arguments).values())
+
+
+def test_staged_tiles_have_room_for_their_boxes() -> None:
+    """Each of a group's four warps has four boxes of 16 rows of 64 bytes, from a multiple of 128 bytes on."""
+    found = 0
+    for tile, squares, out in itertools.product(gemm_fp8_blocks.COSTS, SQUARES, (BF16, torch.float16, torch.float32)):
+        before = tile.shared_bytes + gemm_fp8_blocks.beside_bytes(tile, squares)
+        config = gemm_fp8_blocks.config(E4M3, E4M3, out, squares, tile, 32)
+        bytes_ = tile.shared_bytes + config.epilogue_bytes
+        if "STAGED" in config.defines:
+            found += 1
+            assert bytes_ == -(-before // 128) * 128 + tile.warpgroups * 4 * 4 * 16 * 64
+        else:
+            assert bytes_ == before
+        assert bytes_ <= 232448
+    assert found

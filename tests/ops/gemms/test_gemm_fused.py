@@ -413,3 +413,35 @@ def test_the_ops_themselves(kind: str) -> None:
         for x, y in zip(there, args, strict=True):
             if isinstance(x, torch.Tensor) and x.element_size() > 1:
                 assert_same_bits(x, y, f"{name}, what it writes")
+
+
+@pytest.mark.parametrize(
+    ("epilogue", "kind", "columns"),
+    [("BiasDropoutAdd", None, 16), ("BiasActivation", "gelu", 8), ("BiasActivation", "swiglu", 16)],
+)
+@pytest.mark.parametrize("blocks", [1, 2, 3, 9, 40])
+def test_an_epilogues_steps_are_whole_and_no_more_than_k_blocks(
+    epilogue: str, kind: str | None, columns: int, blocks: int
+) -> None:
+    """A step takes some of a tile's columns, so many at least, and runs beside a k-block of the next tile."""
+    for tile in TILES:
+        most = tile.block_n // columns
+        steps = gemm_fused.select_steps(epilogue, tile, 128 * blocks, kind)
+        assert most % steps == 0
+        assert steps <= blocks
+        assert steps == gemm_fused.select_steps(epilogue, tile, 128 * blocks - 127, kind)  # a k-block may be ragged
+        if blocks >= most:
+            assert steps == most
+
+
+def test_an_epilogues_shared_memory_has_room() -> None:
+    for tile in TILES:
+        assert gemm_fused.epilogue_bytes("BiasActivation", tile) >= 4 * tile.block_n
+        bits, boxes = tile.block_m * tile.block_n, tile.warpgroups * 4 * 2
+        found = gemm_fused.epilogue_bytes("BiasDropoutAdd", tile)
+        assert isinstance(found, int)
+        assert found >= 2 * tile.block_n + bits // 8 + boxes * 16 * 32 * 2 + 8 * (2 + 2 + boxes)
+        for epilogue in ("BiasActivation", "BiasDropoutAdd"):
+            fused = gemm_fused.fused_tile(epilogue, tile)
+            assert 1 <= fused.stages <= tile.stages
+            assert fused.shared_bytes + gemm_fused.epilogue_bytes(epilogue, fused) <= 232448
