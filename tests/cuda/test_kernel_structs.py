@@ -12,7 +12,7 @@ import pytest
 
 from optimized import defaults
 from optimized.cuda import compiler
-from optimized.ops.attentions import attention, attention_backward, attention_fp8, rotary, softmax
+from optimized.ops.attentions import attention, attention_backward, rotary, softmax
 from optimized.ops.casts import cat_cast_transpose, multi_cast_transpose, multi_current_scale, scale_update
 from optimized.ops.gemms import gemm_fused, gemm_operands
 from optimized.ops.optimizers import adafactor, adam, adam_states, clip_grads, grad_norm, sgd
@@ -98,7 +98,6 @@ CASES = [
     table("sgd", sgd._ROW),
     Case("rotary", "Strides", rotary.STRIDES),
     Case("softmax", "Mask", softmax._MASK, names={"strides": "b"}),
-    Case("attention_fp8", "KeyMaps", attention_fp8.KEY_MAPS, {"PACKED": 1}),
     *(Case(kernel, "OperandMaps", gemm_operands.MAPS) for kernel in GEMMS),
     *(
         Case("gemm_fp8_fused", "Epilogue::Arguments", gemm_fused.ARGUMENTS[name], {"EPILOGUE": name})

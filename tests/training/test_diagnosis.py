@@ -68,8 +68,8 @@ def test_a_gradient_that_is_not_finite_stops_the_run(
     """The loss is finite, and a gradient is not: a hook of the norm before the head divides by zero in step 3."""
     build = Trainer.__init__
 
-    def built(trainer: Trainer, *args: Any) -> None:
-        build(trainer, *args)
+    def built(trainer: Trainer, *args: Any, **more: Any) -> None:
+        build(trainer, *args, **more)
 
         def divided(module: torch.nn.Module, args: Any, out: torch.Tensor) -> None:
             if out.requires_grad and trainer.step == 2:

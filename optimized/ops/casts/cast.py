@@ -1,7 +1,6 @@
 """`twin::cast` on the GPU: kernels/casts/cast.cu. Semantics: `reference.ops.casts.cast`."""
 
 import itertools
-from typing import Any
 
 import numpy as np
 import torch
@@ -13,17 +12,10 @@ from reference.ops.library import on_cuda
 
 FP8 = {torch.float8_e4m3fn: 0, torch.float8_e5m2: 1}  # the macro of kernels/common/quantize.cuh
 
-
-def packed_macro(packed: bool) -> dict[str, int]:
-    """The macro of kernels that cast packed sequences."""
-    return {"PACKED": 1} if packed else {}
-
-
 _THREADS = 512
 _BYTES_PER_BLOCK = _THREADS * 2 * 16
 _kernels = {
-    (x, q, packed): launch.function("cast", "cast", {"WIDE": WIDE[x], "FP8": FP8[q]} | packed_macro(packed))
-    for packed, x, q in itertools.product((False, True), WIDE, FP8)
+    (x, q): launch.function("cast", "cast", {"WIDE": WIDE[x], "FP8": FP8[q]}) for x, q in itertools.product(WIDE, FP8)
 }
 CONFIGURATIONS = [one.configuration for one in _kernels.values()]
 
@@ -33,31 +25,16 @@ def scaling_pointers(scale: torch.Tensor, amax_history: torch.Tensor | None, col
     return scale.data_ptr() + 4 * column * scale.stride(0), amax_pointer(amax_history, column)
 
 
-def sequence_arguments(lengths: torch.Tensor | None, starts: torch.Tensor | None) -> tuple[Any, ...]:
-    """The last arguments of kernels that cast packed sequences: where they lie, and how many there are."""
-    if lengths is None or starts is None:
-        return ()
-    return lengths.data_ptr(), starts.data_ptr(), np.int32(lengths.shape[0])
-
-
 @on_cuda
 def cast(
-    x: torch.Tensor,
-    scale: torch.Tensor,
-    amax_history: torch.Tensor | None,
-    column: int,
-    dtype: torch.dtype,
-    lengths: torch.Tensor | None = None,
-    starts: torch.Tensor | None = None,
+    x: torch.Tensor, scale: torch.Tensor, amax_history: torch.Tensor | None, column: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`x` `[rows, cols]`, `scale` fp32 `[columns]` -> (q `[rows, cols]` of `dtype`, scale_inv fp32 `[1]`)."""
-    q, scale_inv = outputs(x, scale, amax_history, column, dtype, lengths, starts)
+    q, scale_inv = outputs(x, scale, amax_history, column, dtype)
     x = aligned(x)
     pointers = (x.data_ptr(), *scaling_pointers(scale, amax_history, column), q.data_ptr(), scale_inv.data_ptr())
     # At least one block: it writes scale_inv.
     grid = (max(1, -(-x.numel() * x.element_size() // _BYTES_PER_BLOCK)),)
-    places = sequence_arguments(lengths, starts)
-    sizes = (np.int32(x.shape[0]), np.int32(x.shape[1])) if places else ()
-    args = (*pointers, np.int64(x.numel()), *places, *sizes)
-    launch.launch(_kernels[x.dtype, dtype, bool(places)], grid, (_THREADS,), args, device=x.device.index)
+    args = (*pointers, np.int64(x.numel()))
+    launch.launch(_kernels[x.dtype, dtype], grid, (_THREADS,), args, device=x.device.index)
     return q, scale_inv

@@ -331,7 +331,7 @@ class DotProductAttention(SharesContext, OfCoreAttention, FP8Attention):
             cached, step = inference_params.step_of(self, MASK_TYPES[mask_type][0] != "none", equation.window)
             call = cached_call_of(self, equation, cached, step, x, layout)
         else:
-            call = call_of(self, equation, mask, extras, shape, x, by_torch, tokens)
+            call = call_of(self, equation, mask, extras, shape, x, by_torch or fp8 is not None, tokens)
         if by_torch:
             return self.attend_by_torch(call, cached, layout, checkpoint_core_attention, *given)
         tensors = given if call.added is None else (*given, call.added)

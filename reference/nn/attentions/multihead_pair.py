@@ -178,7 +178,7 @@ def forward(plan: Plan, context: BlockContext, *tensors: Any) -> tuple[Any, Any]
         return results, ()
     mixed, joined = saved.mixed, saved.joined
     q, k, v = kept
-    if modules.core is not None:
+    if plan.core.gathers or modules.core is not None:
         mixed = joined = None
     else:
         v = None
