@@ -276,6 +276,7 @@ def refusals() -> dict[str, str]:
 def worker(rank: int, world: int, runs: list[tuple[str, int]], refused: bool, port: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world, timeout=LIMIT)
     failed, found = {}, {}
+    gc.freeze()  # what imports have left: collections below need not look at it
     for run in runs:
         try:
             found[run] = trained(*run)
