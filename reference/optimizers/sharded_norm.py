@@ -72,7 +72,8 @@ def sharded_norm(grads: list[Any], kind: str) -> torch.Tensor:
     total = _total(_all_sums(grads, local, group))
     # On a CPU torch's square root of float64 is not always the nearest number; CUDA's and NumPy's are.
     root = total.sqrt() if total.is_cuda else torch.from_numpy(np.sqrt(total.numpy()[None]))[0]
-    return root.float()
+    norm = root.float()
+    return norm.masked_fill_(norm.isnan(), float("nan"))  # one word for NaN, as the op has
 
 
 def _all_sums(grads: list[Any], local: list[torch.Tensor], group: Any) -> torch.Tensor:

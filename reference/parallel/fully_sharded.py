@@ -20,10 +20,14 @@ Every forward gathers weights from all ranks, so that all must run equally many.
 another also runs the next rank's first group, and drops its gradients. Amaxes, a maximum, do not change by that.
 Where a group has several microbatches, a module that was given to `fully_shard` and runs twice in one is refused.
 
+A loop that is left inside a group leaves whole gradients in the model, and torch has no call that removes them. So the
+model's next step is refused.
+
 torch.distributed.fsdp is not imported here: a program that has sharded a model has imported it.
 """
 
 import sys
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -37,6 +41,7 @@ from reference.support.dtensor import is_dtensor, placed
 Order = Any  # a GradientOrder, whose module imports this one
 
 WHO = "tree_reduce_scatter"
+_left: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # modules with gradients of a group that did not end
 
 
 def sharded_modules(model: torch.nn.Module) -> list[Any]:
@@ -193,7 +198,12 @@ def microbatches(order: Order, model: torch.nn.Module, count: int) -> Iterator[i
         )
     for name, p in model.named_parameters():
         if p.requires_grad:
-            check_parameter(Order, name, p, order)
+            check_parameter("GradientOrder", name, p, order)
+    if any(module in _left for one in found for module in one.modules):
+        raise RuntimeError(
+            "GradientOrder: the loop of an earlier step was left inside a group of microbatches, and fully_shard keeps "
+            "its gradients, to which others would be added; a model that is made anew is accepted."
+        )
     each = count // order.groups
     runs = order.runs(count)
     for one in found:
@@ -214,4 +224,6 @@ def microbatches(order: Order, model: torch.nn.Module, count: int) -> Iterator[i
     finally:
         order.left = 0
         for one in found:
+            if each > 1 and one.trained and one.called <= order.ended:
+                _left.update(one.modules)
             one.done = []  # fp32 sums as large as the model

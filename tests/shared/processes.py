@@ -7,6 +7,7 @@ one thread: it does not have those of OpenMP's that an import may have started, 
 
 import multiprocessing
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -36,6 +37,13 @@ def started(work: Callable[..., None], *arguments: Any) -> Any:
     process = _CONTEXT.Process(target=_on_one_thread, args=(work, *arguments))
     process.start()
     return process
+
+
+def free_port() -> int:
+    """Where ranks may meet."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
 
 
 def _rank(rank: int, work: Callable[..., None], *arguments: Any) -> None:

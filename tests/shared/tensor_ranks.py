@@ -1,6 +1,5 @@
 """Tensor-parallel layers on gloo ranks beside one process: what each rank has must be its part of the one's words."""
 
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from shared.bits import assert_same_bits
-from shared.processes import ranks
+from shared.processes import free_port, ranks
 
 import reference as te
 from reference.recipe import Float8BlockScaling, Float8CurrentScaling
@@ -42,10 +41,7 @@ def _work(rank: int, count: int, port: int, folder: str, program: Program, argum
 
 def on_ranks(count: int, folder: Path, program: Program, arguments: dict[str, Any]) -> list[dict[str, Any]]:
     """`program(group, count, rank, *arguments)` by name, on each of `count` ranks."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = int(s.getsockname()[1])
-    ranks(_work, (count, port, str(folder), program, tuple(arguments.items())), count)
+    ranks(_work, (count, free_port(), str(folder), program, tuple(arguments.items())), count)
     return [torch.load(folder / f"{rank}.pt") for rank in range(count)]
 
 

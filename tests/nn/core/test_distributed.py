@@ -2,7 +2,6 @@
 
 import copy
 import itertools
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from shared.bits import assert_same_bits
-from shared.processes import ranks
+from shared.processes import free_port, ranks
 
 import reference as te
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 def data(rank: int, step: int) -> torch.Tensor:
