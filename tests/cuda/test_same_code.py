@@ -147,3 +147,11 @@ def test_equal_sources_are_not_compiled() -> None:
     row = found["kernels"]["cast"]
     assert (row["equal_sources"], row["equal_ptx"], row["cubins"], row["differing"]) == (2, 0, 0, [])
     assert [link["to"] for link in same_code.links(found, ("before", "after"))] == ["2" * 64]
+
+
+def test_configurations_are_paired_by_what_is_not_zero() -> None:
+    old = [("norm", {"KIND": kind}) for kind in (0, 1)]
+    new = [("norm", {"KIND": kind, "WHOLE": whole}) for whole in (1, 0) for kind in (1, 0)]
+    assert same_code.paired(old, new, ()) == [(old[0], new[3]), (old[1], new[2])]
+    with pytest.raises(SystemExit, match="2 and 1 configurations of norm"):
+        same_code.paired(old, new[:1], ())

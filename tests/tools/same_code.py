@@ -293,10 +293,15 @@ class Tree:
         self._process.wait()
 
 
+def _given(configuration: Any) -> dict[str, Any]:
+    return {name: value for name, value in dict(configuration[1]).items() if value != 0}
+
+
 def paired(old: Sequence[Any], new: Sequence[Any], kernels: Sequence[str]) -> list[tuple[Any, Any]]:
     """Configurations of both trees, those of `kernels` or all: of each file in the order of its list.
 
-    A file's new options are left out. Where a file has another name, the lists are read place by place.
+    A file's new options are left out; a macro that is 0 and one that is not given are the same. Where a file has another
+    name, the lists are read place by place.
     """
     if {kernel for kernel, _ in old} <= {kernel for kernel, _ in new}:
         names = [one for one in dict.fromkeys(kernel for kernel, _ in old) if not kernels or one in kernels]
@@ -305,7 +310,8 @@ def paired(old: Sequence[Any], new: Sequence[Any], kernels: Sequence[str]) -> li
         lists = [(list(old), list(new))]
     found: list[tuple[Any, Any]] = []
     for before, now in lists:
-        known = [one for one in now if one in before]
+        here = [(one, _given(one)) for one in now]
+        known = [one for given in map(_given, before) for one, its in here if its == given]
         now = known if len(known) == len(before) else now
         if len(before) != len(now):
             raise SystemExit(f"the trees list {len(before)} and {len(now)} configurations of {now[0][0]}.")
