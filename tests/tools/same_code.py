@@ -300,8 +300,8 @@ def _given(configuration: Any) -> dict[str, Any]:
 def paired(old: Sequence[Any], new: Sequence[Any], kernels: Sequence[str]) -> list[tuple[Any, Any]]:
     """Configurations of both trees, those of `kernels` or all: of each file in the order of its list.
 
-    A file's new options are left out; a macro that is 0 and one that is not given are the same. Where a file has another
-    name, the lists are read place by place.
+    A file's new options are left out; a macro that is 0 and one that is not given are the same. Where a file has
+    another name, the lists are read place by place.
     """
     if {kernel for kernel, _ in old} <= {kernel for kernel, _ in new}:
         names = [one for one in dict.fromkeys(kernel for kernel, _ in old) if not kernels or one in kernels]
