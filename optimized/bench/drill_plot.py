@@ -9,7 +9,7 @@ _SHOWN = {
     "op": ("the op named", plots.GREEN),
     "later": ("a later op named", plots.PURPLE),
     "no effect": ("no result changed", plots.PALE),
-    "not judged": ("changed by an op that is not judged", plots.ORANGE),
+    "not judged": ("by an op that is not judged", plots.ORANGE),
     "missed": ("missed", plots.RED),
 }
 
@@ -27,4 +27,4 @@ def plot(payload: dict[str, Any]) -> None:
         axes.set_yticks(range(len(kinds)), [kind for kind, _ in kinds])
         axes.invert_yaxis()
         axes.set(xlim=(0, 100), xlabel="% of the flips")
-        axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=3, fontsize=9)
+        axes.legend(loc="lower left", bbox_to_anchor=(-0.1, 1.0), ncols=3, fontsize=9)
