@@ -1,5 +1,6 @@
 """A vocabulary that ranks share, and whole models that `parallelize_module` cuts, have the words of one process."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -62,18 +63,20 @@ LOSSES = {
 }  # fmt: skip
 
 
-def model(group: Any, count: int, rank: int, recipe: str, sequence: bool) -> dict[str, torch.Tensor]:
-    """Three steps of embedding, a layer, logits and loss."""
-    torch.manual_seed(6)
-    given: dict[str, Any] = {"params_dtype": BF16, "tp_group": group, "sequence_parallel": sequence}
-    table, middle = te.Embedding(512, 128, **given), te.LayerNormMLP(128, 512, set_parallel_mode=True, **given)
-    head = te.LayerNormLinear(128, 512, bias=False, parallel_mode="column", **given)
-    layers = torch.nn.ModuleDict({"table": table, "middle": middle, "head": head})
+def trained(
+    layers: torch.nn.ModuleDict,
+    run: Callable[[torch.Tensor], torch.Tensor],
+    recipe: Any,
+    steps: int,
+    batch: int,
+    group: Any,
+) -> dict[str, torch.Tensor]:
+    """Losses and gradients of `steps` steps; `run` gives the logits of ids `[12, batch]`."""
     optimizer, found = torch.optim.SGD(layers.parameters(), lr=0.5), {}
-    for step in range(3):
-        ids = torch.randint(0, 512, (13, 4), generator=torch.Generator().manual_seed(step))
-        with te.autocast(enabled=RECIPES[recipe] is not None, recipe=RECIPES[recipe]):
-            logits = head(middle(table(ids[:-1])))
+    for step in range(steps):
+        ids = torch.randint(0, 512, (13, batch), generator=torch.Generator().manual_seed(step))
+        with te.autocast(enabled=recipe is not None, recipe=recipe):
+            logits = run(ids[:-1])
         one = te.parallel_cross_entropy(logits, ids[1:], reduce_loss=True, dist_process_group=group)
         one.backward()
         found[f"{step}.loss"] = one.detach()
@@ -81,6 +84,16 @@ def model(group: Any, count: int, rank: int, recipe: str, sequence: bool) -> dic
         optimizer.step()
         optimizer.zero_grad()
     return found
+
+
+def model(group: Any, count: int, rank: int, recipe: str, sequence: bool) -> dict[str, torch.Tensor]:
+    """Three steps of embedding, a layer, logits and loss."""
+    torch.manual_seed(6)
+    given: dict[str, Any] = {"params_dtype": BF16, "tp_group": group, "sequence_parallel": sequence}
+    table, middle = te.Embedding(512, 128, **given), te.LayerNormMLP(128, 512, set_parallel_mode=True, **given)
+    head = te.LayerNormLinear(128, 512, bias=False, parallel_mode="column", **given)
+    layers = torch.nn.ModuleDict({"table": table, "middle": middle, "head": head})
+    return trained(layers, lambda ids: head(middle(table(ids))), RECIPES[recipe], 3, 4, group)
 
 
 MODELS = {f"{recipe}": (recipe, recipe != "blocks") for recipe in ("delayed", "blocks")}
@@ -98,18 +111,7 @@ def styled(group: Any, count: int, rank: int, sequence: bool) -> dict[str, torch
     if group is not None:
         plan = {"table": RowwiseParallel(sequence), "bl*k": LayerParallel(sequence), "head": ColwiseParallel(sequence)}
         parallelize_module(layers, init_device_mesh("cpu", (count,)), plan)  # type: ignore[arg-type]
-    optimizer, found = torch.optim.SGD(layers.parameters(), lr=0.5), {}
-    for step in range(2):
-        ids = torch.randint(0, 512, (13, 2), generator=torch.Generator().manual_seed(step))
-        with te.autocast(recipe=RECIPES["delayed"]):
-            logits = head(layers["block"](layers["table"](ids[:-1])))
-        one = te.parallel_cross_entropy(logits, ids[1:], reduce_loss=True, dist_process_group=group)
-        one.backward()
-        found[f"{step}.loss"] = one.detach()
-        found |= {f"{step}.{name}.grad": p.grad.clone() for name, p in layers.named_parameters()}  # type: ignore[union-attr]
-        optimizer.step()
-        optimizer.zero_grad()
-    return found
+    return trained(layers, lambda ids: head(layers["block"](layers["table"](ids))), RECIPES["delayed"], 2, 2, group)
 
 
 def refused_styles(group: Any, count: int) -> None:

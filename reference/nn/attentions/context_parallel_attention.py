@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from reference.arguments import MASK_TYPES, check_arguments
+from reference.arguments import MASK_TYPES
 from reference.nn.attentions.exact_attention import Equation
 from reference.nn.core.autograd import differentiable, wanted
 from reference.nn.core.context import BlockContext
+from reference.nn.core.context_parallel import ContextGroup
 from reference.nn.core.tensor_parallel import check_same_on_ranks, refuse_beyond_cpu
 from reference.ops.attentions.attention import BLOCK
 from reference.parallel import context as ranks
@@ -117,7 +118,7 @@ def attend(module: Any, equation: Equation, layout: str, others: dict[str, Any],
     return found
 
 
-class SharesContext:
+class SharesContext(ContextGroup):
     """A layer that takes a context-parallel group of several ranks."""
 
     cp_name: str | None = None
@@ -131,6 +132,5 @@ class SharesContext:
         self, cp_group: Any, cp_global_ranks: Any, cp_stream: Any, cp_comm_type: str = "p2p"
     ) -> None:
         """Give the group after the layer was made, as Megatron-LM and NeMo do; arguments are the constructor's."""
-        given = {"cp_group": cp_group, "cp_global_ranks": cp_global_ranks}
-        check_arguments(type(self).__name__, {**given, "cp_stream": cp_stream, "cp_comm_type": cp_comm_type})
+        super().set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
         take_context_group(self, cp_group, cp_global_ranks, cp_comm_type)
