@@ -234,11 +234,10 @@ class Trainer:
         """The SHA-256 of all state, the same on a CPU and on a GPU."""
         return checkpoint.digest(self.whole(), self.step, self.updates)
 
-    def save(self, path: Path | None) -> None:
-        """Write all state, whole or not at all; None: another rank writes it."""
+    def save(self, path: Path | None) -> str | None:
+        """Write all state, whole or not at all; its SHA-256. None: another rank writes it."""
         tensors = self.whole() if path is not None or self._sharded else {}
-        if path is not None:
-            checkpoint.write(path, tensors, self.about())
+        return None if path is None else checkpoint.write(path, tensors, self.about())
 
     def load(self, path: Path) -> None:
         """Go on where the trainer that wrote `path` was; everything is checked before anything is changed.

@@ -291,7 +291,7 @@ def test_a_run_goes_on_to_the_same_bits(precision: str, tmp_path: Path) -> None:
     wanted = trained(settings).digest()
     first = Trainer(settings, corpus())
     for stop in range(settings.steps):
-        first.save(path)
+        assert first.save(path) == first.digest()
         second = Trainer(settings, corpus())
         second.load(path)
         assert second.digest() == first.digest()
