@@ -5,7 +5,6 @@ import runpy
 import shutil
 import subprocess
 import sys
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,8 @@ import numpy as np
 import pytest
 import torch
 from shared.bits import assert_same_bits
-from shared.nano_fp8_layers import NANO, digest, nano, train
+from shared.nano_fp8_layers import GOLDEN, NANO, digest, nano, train
 
-from optimized import measure
 from reference.numbers import elementary, formats
 from reference.ops.attentions.attention import attention
 from reference.ops.attentions.attention_backward import attention_backward
@@ -23,10 +21,6 @@ from reference.ops.gemms.gemm import gemm
 from reference.ops.gemms.gemm_fp8 import gemm_fp8
 from reference.ops.norms.norm import norm, norm_backward
 from reference.ops.vocabulary.cross_entropy import cross_entropy, cross_entropy_backward, cross_entropy_mean
-from reference.support import files
-
-GOLDEN = measure.ROOT / "tests" / "golden" / "nano_fp8.json"
-"""Losses and hash as `device` gave them on that date (tests/golden/README.md)."""
 
 ALONE = """
 import runpy, sys
@@ -178,16 +172,3 @@ def test_loss(program: Any) -> None:
     same(np.asarray(mean)[None], wanted[None], "loss")
     grad = cross_entropy_backward(torch.ones(()), divisor, logits, target, top, inverse, -100, 0.0)
     same(dx, grad, "dx")
-
-
-def record(device: str) -> None:
-    """`PYTHONPATH=.:tests python tests/pages/test_nano_fp8.py cuda` records anew what the layers give on a device."""
-    found = dict(train(device))
-    name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
-    losses = [float(x) for x in found.values() if x.dim() == 0]
-    about = {"device": name, "date": str(date.today()), "torch": torch.__version__}
-    files.write(GOLDEN, json.dumps(about | {"sha256": digest(found), "losses": losses}, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    record(sys.argv[1])

@@ -1,15 +1,18 @@
 """examples/nano_fp8.py as a program of `te` layers: the same model, weights, text and steps, on a CPU or a GPU.
 
     PYTHONPATH=.:tests python tests/shared/nano_fp8_layers.py cuda
+    PYTHONPATH=.:tests python tests/shared/nano_fp8_layers.py cuda --record
 
-It prints what nano_fp8.py prints. Sizes, initial weights and text are read from that file; what is computed from them
-is computed by layers.
+It prints what nano_fp8.py prints, and records it in tests/golden/nano_fp8.json. Sizes, initial weights and text are
+those of that file; all that is computed from them, layers compute.
 """
 
 import hashlib
+import json
 import runpy
 import sys
 from collections.abc import Iterator
+from datetime import date
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,8 +21,11 @@ import torch
 import optimized  # noqa: F401  (whose import registers the kernels)
 import reference as te
 from optimized import measure
+from reference.support import files
 
 NANO = measure.ROOT / "examples" / "nano_fp8.py"
+GOLDEN = measure.ROOT / "tests" / "golden" / "nano_fp8.json"
+"""Losses and hash, and the device and date of the run that gave them."""
 
 
 def nano() -> Any:
@@ -76,9 +82,19 @@ def digest(found: dict[str, torch.Tensor]) -> str:
     return hashlib.sha256(b"".join(x.numpy().tobytes() for x in found.values())).hexdigest()
 
 
+def record(device: str, found: dict[str, torch.Tensor]) -> None:
+    """Replace what is recorded by what the layers have found on a device."""
+    losses = [float(x) for x in found.values() if x.dim() == 0]
+    name = torch.cuda.get_device_name() if device == "cuda" else device
+    about = {"device": name, "date": str(date.today()), "torch": torch.__version__}
+    files.write(GOLDEN, json.dumps(about | {"sha256": digest(found), "losses": losses}, indent=1) + "\n")
+
+
 if __name__ == "__main__":
     found = dict(train(sys.argv[1]))
     for name, x in found.items():
         if x.dim() == 0:
             print(f"{name} {float(x):.6f}")
     print(digest(found))
+    if sys.argv[2:] == ["--record"]:
+        record(sys.argv[1], found)
