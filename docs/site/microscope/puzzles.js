@@ -19,7 +19,7 @@ function makePuzzles(numbers, recorded) {
   const int64 = {
     name: "int64",
     array: BigInt64Array,
-    read: (x) => (Number.isFinite(x) || typeof x === "boolean" ? Math.trunc(Number(x)) : undefined),
+    read: (x) => (Number.isFinite(x) || typeof x === "boolean" ? Math.trunc(Number(x)) || 0 : undefined),
     equal: (x, y) => x === y,
     shown: (x) => `${hex(BigInt.asUintN(64, BigInt(x)), 16)} (${g(x)})`,
   };

@@ -1,0 +1,251 @@
+"use strict";
+/* Part 3: one FP8 instruction of Hopper's tensor core, step by step. */
+
+{
+  const {E4M3, E5M2, FRACTION, bytesOf, numberOf, wordOf, hex} = numbers;
+  const K = 32;
+  const LOST = 12; // how many of the bits below the cut are shown
+  const KEPT = FRACTION + 2; // bits of an aligned term: a product's significand is below 4
+  const CASES = {
+    plain: "numbers around 1",
+    no_c: "numbers around 1, C = ±0",
+    uniform: "any exponent",
+    sparse: "mostly zeros",
+    cancel: "pairs that cancel",
+    subnormal: "subnormal operands",
+    tiny_c: "a tiny C",
+    subnormal_c: "a subnormal C",
+    huge_c: "a huge C",
+    zeros: "hardly a product",
+    special: "NaN and infinity in a, b",
+    special_c: "NaN and infinity in C",
+    drawn: "a bell curve, C = 0 (of puzzle 7)",
+  };
+  const STAGES = [
+    ["multiply", "Each product is an integer and a power of two. It is exact: four bits times four bits are eight."],
+    ["align", "The largest exponent of the terms that are not 0, emax, decides. All terms are lined up to it."],
+    ["cut", `What lies more than ${FRACTION} bits below emax is cut off, toward zero. Nothing is rounded.`],
+    ["add", "What is left are small integers. Their sum is exact, so its order does not matter."],
+    ["cut the sum", `${FRACTION} bits after the sum's leading bit are kept, toward zero. The low ten bits of the fp32 word are 0.`],
+  ];
+  const state = {aFormat: E4M3, bFormat: E4M3, a: [], b: [], c: 0, recorded: null, stage: 2, case: "plain", index: 0};
+
+  // ---- what an H200 recorded ---------------------------------------------------------------------------------------
+
+  /** The recorded instructions of the two formats and the case, each as a function that reads it. */
+  function recordedSteps() {
+    const formats = `${state.aFormat.name}.${state.bFormat.name}`.toLowerCase();
+    if (state.case === "drawn") {
+      const {tiles, a, b, c, d} = recorded.instruction;
+      const [left, right, from, to] = [a, b, c, d].map(bytesOf);
+      const [old, word] = [new Uint32Array(from.buffer), new Uint32Array(to.buffer)];
+      return Array.from({length: tiles * 64}, (_, row) => () => {
+        const [tile, column] = [Math.floor(row / 64), row % 8];
+        const [i, j, k] = [row * K, (tile * 8 + column) * K, row * 8 + column];
+        return {a: left.slice(i, i + K), b: right.slice(j, j + K), c: old[k], d: word[k]};
+      });
+    }
+    const wordIn = (base64) => new Uint32Array(bytesOf(base64).buffer)[0];
+    return recorded.steps
+      .filter((one) => one.formats === formats && one.case === state.case)
+      .map((one) => () => ({a: bytesOf(one.a), b: bytesOf(one.b), c: wordIn(one.c), d: wordIn(one.d)}));
+  }
+
+  function load(index) {
+    const steps = recordedSteps();
+    state.index = index % steps.length;
+    const {a, b, c, d} = steps[state.index]();
+    Object.assign(state, {a: Array.from(a), b: Array.from(b), c, recorded: d});
+    byId("which").textContent =
+      `Recorded on an ${recorded.about.gpu} in ${recorded.about.date.slice(0, 4)}: ` +
+      `${state.index + 1} of ${steps.length.toLocaleString("en-US")}.`;
+    redraw();
+  }
+
+  // ---- bits --------------------------------------------------------------------------------------------------------
+
+  /** |significand| · 2^power as bits in units of 2^unit: those kept, those cut off (LOST of them), whether more follow. */
+  function aligned(significand, termPower, unit) {
+    const size = BigInt(Math.abs(significand));
+    const shift = termPower - unit + LOST;
+    const all = shift >= 0 ? size << BigInt(shift) : size >> BigInt(-shift);
+    const more = shift < 0 && all << BigInt(-shift) !== size;
+    const bits = all.toString(2).padStart(KEPT + LOST, "0");
+    return {kept: `${bits.slice(0, 2)}.${bits.slice(2, KEPT)}`, lost: bits.slice(KEPT), more};
+  }
+
+  /** The exact sum of the terms, as float64. */
+  function exactSum(found) {
+    const LOW = 240;
+    let total = 0n;
+    found.significand.forEach((significand, k) => {
+      total += BigInt(significand) << BigInt(found.power[k] + LOW);
+    });
+    return Number(total) * 2 ** -LOW;
+  }
+
+  /** The sum in fp32 as a program adds it: C, then one product after another, each addition rounded to nearest. */
+  const fp32Sum = (found) =>
+    Array.from(found.significand, (significand, k) => significand * 2 ** found.power[k])
+      .reduceRight((total, term) => Math.fround(total + term), 0);
+
+  // ---- drawing -----------------------------------------------------------------------------------------------------
+
+  const spoken = (x) => (Number.isNaN(x) ? "nan" : Number.isFinite(x) ? (Object.is(x, -0) ? "-0" : numbers.g(x)) : x < 0 ? "-inf" : "inf");
+
+  /** An input whose number is cast to a format when it is left. */
+  function operand(label, value, take) {
+    const change = (event) => {
+      const x = parsed(event.target.value);
+      if (x === undefined) event.target.setAttribute("aria-invalid", "true");
+      else {
+        take(x);
+        state.recorded = null;
+        byId("which").textContent = "Your own numbers.";
+        redraw(label);
+      }
+    };
+    return make("input", {value: spoken(value), "aria-label": label, "data-label": label, autocomplete: "off",
+      autocapitalize: "off", spellcheck: "false", change});
+  }
+
+  function bitsOf(found, k) {
+    const significand = found.significand[k];
+    if (found.special || significand === 0) return make("span", {class: "strip zero"}, found.special ? "" : "0");
+    const sign = significand < 0 ? "−" : "+";
+    if (state.stage === 0) {
+      const size = Math.abs(significand).toString(2);
+      return make("span", {class: "strip"}, `${sign}${size}`, make("small", {}, " · 2", make("sup", {}, shown(found.power[k]))));
+    }
+    const {kept, lost, more} = aligned(significand, found.power[k], found.unit);
+    const cut = state.stage >= 2;
+    const first = kept.search("1");
+    const [zeros, digits] = first < 0 ? [kept, ""] : [kept.slice(0, first), kept.slice(first)];
+    const below = lost.replace(/0+$/, "");
+    return make(
+      "span",
+      {class: "strip"},
+      sign, make("i", {}, zeros), make("b", {}, digits),
+      make("span", {class: cut ? "cut" : "low"}, more ? `${lost}…` : below),
+    );
+  }
+
+  function terms(found) {
+    const rows = Array.from({length: K + 1}, (_, k) => {
+      const last = k === K;
+      const top = state.stage > 0 && found.significand[k] !== 0 && found.exponent[k] === found.emax;
+      const product = `${shown(found.significand[k])} · 2`;
+      const inputs = last
+        ? [operand("C", numberOf(state.c), (x) => (state.c = wordOf(x)))]
+        : ["a", "b"].map((side) => {
+          const fmt = side === "a" ? state.aFormat : state.bFormat;
+          return operand(`${side} ${k + 1}`, numbers.decode(state[side][k], fmt), (x) => {
+            state[side][k] = Number.isFinite(x) ? numbers.cast(x, 1, fmt) : wholeCode(x, fmt);
+          });
+        });
+      return make(
+        "div",
+        {class: `term${last ? " c" : ""}${top ? " top" : ""}${found.significand[k] === 0 ? " nothing" : ""}`},
+        make("span", {class: "k"}, last ? "C" : String(k + 1)),
+        ...inputs,
+        make("span", {class: "product"}, found.significand[k] === 0 ? "0" : product,
+          found.significand[k] === 0 ? "" : make("sup", {}, shown(found.power[k]))),
+        bitsOf(found, k),
+      );
+    });
+    const head = make(
+      "div",
+      {class: "term head", "aria-hidden": "true"},
+      make("span", {class: "k"}, "k"), make("span", {}, "a"), make("span", {}, "b"),
+      make("span", {class: "product"}, "product"),
+      make("span", {class: "strip"}, state.stage === 0 ? "significand in bits" : "in units of 2", state.stage === 0 ? "" : make("sup", {}, shown(found.emax))),
+    );
+    byId("terms").replaceChildren(head, ...rows);
+  }
+
+  /** NaN and infinity as operands: the cast would make NaN of both, but E5M2 has codes for infinity. */
+  function wholeCode(x, fmt) {
+    if (Number.isNaN(x) || fmt === E4M3) return fmt.nanCode;
+    return x < 0 ? 0xfc : 0x7c;
+  }
+
+  /** The sum as bits: those of the result, and those that are cut off. */
+  function sumBits(found) {
+    const bits = Math.abs(found.total).toString(2);
+    const kept = bits.slice(0, FRACTION + 1);
+    return make("span", {class: "strip"}, found.total < 0 ? "−" : "+", make("b", {}, kept),
+      make("span", {class: state.stage === 4 ? "cut" : "low"}, bits.slice(FRACTION + 1)));
+  }
+
+  function sum(found) {
+    const line = (name, ...what) => make("div", {class: "line"}, make("dt", {}, name), make("dd", {}, ...what));
+    const lines = [];
+    if (found.special) {
+      lines.push(line("special", "A NaN, or infinities of both signs, make the word 0x7FFFFFFF; otherwise an infinity wins."));
+    } else {
+      if (state.stage >= 1) {
+        lines.push(line("emax", String(shown(found.emax)), " (the marked terms have it)"));
+      }
+      if (state.stage >= 3) {
+        lines.push(line("sum", `${shown(found.total)} · `, power(found.unit), " = ", sumBits(found)));
+      }
+    }
+    if (state.stage === 4 || found.special) {
+      const value = numberOf(found.word);
+      lines.push(line("result", make("code", {}, hex(found.word, 8)), " = ", make("strong", {}, shown(value))));
+      const agree = state.recorded === found.word;
+      const verdict =
+        state.recorded === null
+          ? line("an H200", "It was not asked for these numbers. The same rule gives every word that one recorded.")
+          : line("an H200", make("code", {}, hex(state.recorded, 8)),
+            make("strong", {class: agree ? "right" : "wrong"}, agree ? " the same 32 bits ✓" : " another word ✗"));
+      lines.push(verdict);
+      if (!found.special) {
+        const [exact, ordinary] = [exactSum(found), fp32Sum(found)];
+        lines.push(line("exact sum", shown(exact), value === exact ? ": nothing was lost" : ` (off by ${short(Math.abs(value - exact))})`));
+        lines.push(line("added in fp32", shown(ordinary), ordinary === value ? "" : ": what a loop of a program gives"));
+      }
+    }
+    byId("sum").replaceChildren(make("dl", {}, ...lines));
+  }
+
+  /** Draw everything again; `label` is the input whose neighbour keeps the focus. */
+  function redraw(label) {
+    const found = numbers.step(state.a, state.b, state.c, state.aFormat, state.bFormat);
+    const focused = document.activeElement?.dataset?.label ?? label;
+    const scrolled = byId("terms").scrollTop;
+    terms(found);
+    sum(found);
+    byId("terms").scrollTop = scrolled;
+    byId("stage-said").textContent = STAGES[state.stage][1];
+    if (focused) document.querySelector(`[data-label="${focused}"]`)?.focus({preventScroll: true});
+  }
+
+  function formatsChanged() {
+    state.aFormat = numbers[byId("a-format").value];
+    state.bFormat = numbers[byId("b-format").value];
+    const both = state.aFormat === E4M3 && state.bFormat === E4M3;
+    if (state.case === "drawn" && !both) state.case = "plain";
+    offer(byId("case"), Object.entries(CASES).filter(([key]) => both || key !== "drawn"), state.case);
+    load(0);
+  }
+
+  byId("stages").append(
+    ...STAGES.map(([name], i) =>
+      make(
+        "label",
+        {},
+        make("input", {type: "radio", name: "stage", value: i, checked: i === state.stage,
+          change: () => { state.stage = i; redraw(); }}),
+        make("span", {}, `${i + 1} ${name}`),
+      ),
+    ),
+  );
+  for (const side of ["a-format", "b-format"]) {
+    offer(byId(side), [E4M3, E5M2].map((fmt) => [fmt.name, fmt.name]), "E4M3");
+    byId(side).addEventListener("change", formatsChanged);
+  }
+  byId("case").addEventListener("change", (event) => { state.case = event.target.value; load(0); });
+  byId("another").addEventListener("click", () => load(state.index + 1));
+  formatsChanged();
+}
