@@ -7,9 +7,9 @@
   const LOST = 12; // how many of the bits below the cut are shown
   const KEPT = FRACTION + 2; // bits of an aligned term: a product's significand is below 4
   const CASES = {
+    uniform: "any exponent",
     plain: "numbers around 1",
     no_c: "numbers around 1, C = ±0",
-    uniform: "any exponent",
     sparse: "mostly zeros",
     cancel: "pairs that cancel",
     subnormal: "subnormal operands",
@@ -28,7 +28,7 @@
     ["add", "What is left are small integers. Their sum is exact, so its order does not matter."],
     ["cut the sum", `${FRACTION} bits after the sum's leading bit are kept, toward zero. The low ten bits of the fp32 word are 0.`],
   ];
-  const state = {aFormat: E4M3, bFormat: E4M3, a: [], b: [], c: 0, recorded: null, stage: 2, case: "plain", index: 0};
+  const state = {aFormat: E4M3, bFormat: E4M3, a: [], b: [], c: 0, recorded: null, stage: 0, case: "uniform", index: 0};
 
   // ---- what an H200 recorded ---------------------------------------------------------------------------------------
 
@@ -225,9 +225,16 @@
     state.aFormat = numbers[byId("a-format").value];
     state.bFormat = numbers[byId("b-format").value];
     const both = state.aFormat === E4M3 && state.bFormat === E4M3;
-    if (state.case === "drawn" && !both) state.case = "plain";
+    if (state.case === "drawn" && !both) state.case = "uniform";
     offer(byId("case"), Object.entries(CASES).filter(([key]) => both || key !== "drawn"), state.case);
     load(0);
+  }
+
+  function toStage(i) {
+    state.stage = i;
+    byId("stages").querySelector(`[value="${i}"]`).checked = true;
+    byId("next").disabled = i === STAGES.length - 1;
+    redraw();
   }
 
   byId("stages").append(
@@ -236,11 +243,12 @@
         "label",
         {},
         make("input", {type: "radio", name: "stage", value: i, checked: i === state.stage,
-          change: () => { state.stage = i; redraw(); }}),
+          change: () => toStage(i)}),
         make("span", {}, `${i + 1} ${name}`),
       ),
     ),
   );
+  byId("next").addEventListener("click", () => toStage(state.stage + 1));
   for (const side of ["a-format", "b-format"]) {
     offer(byId(side), [E4M3, E5M2].map((fmt) => [fmt.name, fmt.name]), "E4M3");
     byId(side).addEventListener("change", formatsChanged);

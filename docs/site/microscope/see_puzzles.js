@@ -69,7 +69,7 @@
 
   function puzzle({name, title, text, hint, stub}) {
     const verdict = make("output", {class: "verdict", for: `answer-${name[0]}`});
-    const answer = make("textarea", {id: `answer-${name[0]}`, rows: 9, spellcheck: "false", autocomplete: "off",
+    const answer = make("textarea", {id: `answer-${name[0]}`, rows: 8, spellcheck: "false", autocomplete: "off",
       autocapitalize: "off", "aria-label": `Your answer to puzzle ${name}`});
     answer.value = kept[name]?.text ?? stub;
     const save = (change) => {

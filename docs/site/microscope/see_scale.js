@@ -4,7 +4,7 @@
 {
   const {E4M3, E5M2, E2M1} = numbers;
   const COUNT = 4096;
-  const [LOW, HIGH] = [-24, 22]; // binades of |x · scale| that the histogram shows
+  const SHOWN = new Map([[E4M3, [-16, 16]], [E5M2, [-24, 23]], [E2M1, [-12, 12]]]); // binades of |x · scale|
   const BINS = 2; // a binade
   const CURVE = 4; // points a binade
 
@@ -55,7 +55,8 @@
 
   function histogram(scale) {
     const box = byId("histogram");
-    const [width, height, line] = [box.clientWidth, 230, 165];
+    const [LOW, HIGH] = SHOWN.get(state.fmt);
+    const [width, height, line] = [box.clientWidth, 215, 165];
     const place = (log) => ((log - LOW) / (HIGH - LOW)) * width;
     const bins = new Int32Array((HIGH - LOW) * BINS);
     for (const x of state.xs) {
@@ -79,7 +80,7 @@
       draw("text", {x: anchor === "end" ? place(to) - 6 : place(from) + 6, y: 14, "text-anchor": anchor}, text),
     ];
     const label = (log, text, anchor = "middle") =>
-      draw("text", {x: place(log), y: line + 40, "text-anchor": anchor}, text);
+      draw("text", {x: place(log), y: line + 40, "text-anchor": anchor}, ...text);
     const tight = ends[1] - ends[0] < 8; // E2M1's two ends would write over each other
     box.replaceChildren(
       draw(
@@ -91,21 +92,22 @@
         ...bars,
         draw("line", {x1: 0, x2: width, y1: line, y2: line, class: "axis"}),
         draw("g", {class: "codes"}, ...ticks),
-        label(codes[0], short(2 ** codes[0]), tight ? "end" : "middle"),
-        tight ? null : label(0, "1"),
-        label(codes.at(-1), short(2 ** codes.at(-1)), tight ? "start" : "middle"),
-        draw("text", {x: width / 2, y: line + 58, "text-anchor": "middle", class: "what"},
-          `|x · scale| on ${state.fmt.name}'s number line: a mark is a code; a step of 2 has one width`),
+        label(codes[0], raised(codes[0]), tight ? "end" : "middle"),
+        tight ? null : label(0, ["1"]),
+        label(codes.at(-1), [shown(numbers.largest(state.fmt))], tight ? "start" : "middle"),
       ),
     );
   }
+
+  /** 2 to a power, as parts of a drawing's text. */
+  const raised = (exponent) => ["2", draw("tspan", {dy: -5, class: "up"}, shown(exponent))];
 
   let drawn = ""; // the curve does not depend on the scale: its points are computed once
   let points = [];
 
   function curve() {
     const box = byId("curve");
-    const [width, height, bottom] = [box.clientWidth, 130, 100];
+    const [width, height, bottom] = [box.clientWidth, 140, 110];
     const [from, to] = [Number(slider.min), Number(slider.max)];
     const key = [state.tensor, state.fmt.name, byId("power").checked].join();
     if (key !== drawn) {
@@ -118,7 +120,7 @@
     }
     const top = 40; // dB
     const place = (log) => ((log - from) / (to - from)) * width;
-    const rise = (sqnr) => bottom - (Math.min(sqnr, top) / top) * (bottom - 10);
+    const rise = (sqnr) => bottom - (Math.min(sqnr, top) / top) * (bottom - 20);
     const path = points.map(([log, sqnr]) => `${place(log).toFixed(1)},${rise(sqnr).toFixed(1)}`).join(" ");
     const now = Math.max(0, numbers.castStats(state.xs, scaleOf(state.log), state.fmt).sqnr);
     const rule = (sqnr) => [
@@ -126,7 +128,7 @@
       draw("text", {x: 2, y: rise(sqnr) - 3}, `${sqnr} dB`),
     ];
     const label = (log) =>
-      draw("text", {x: place(log), y: bottom + 18, "text-anchor": "middle"}, "2", draw("tspan", {dy: -5, class: "up"}, shown(log)));
+      draw("text", {x: place(log), y: bottom + 18, "text-anchor": "middle"}, ...raised(log));
     box.replaceChildren(
       draw(
         "svg",
@@ -170,7 +172,10 @@
   let grabbed = {x: 0, log: 0};
   dragged(byId("histogram"), (event, first) => {
     if (first) grabbed = {x: event.clientX, log: state.log};
-    else setScale(grabbed.log + ((event.clientX - grabbed.x) / byId("histogram").clientWidth) * (HIGH - LOW));
+    else {
+      const [low, high] = SHOWN.get(state.fmt);
+      setScale(grabbed.log + ((event.clientX - grabbed.x) / byId("histogram").clientWidth) * (high - low));
+    }
   });
   dragged(byId("curve"), (event) => {
     const box = byId("curve").getBoundingClientRect();
@@ -181,8 +186,8 @@
   offer(byId("tensor"), Object.entries(TENSORS).map(([key, [text]]) => [key, text]), state.tensor);
   offer(byId("scale-format"), [E4M3, E5M2, E2M1].map((fmt) => [fmt.name, fmt.name]), state.fmt.name);
   byId("histogram-caption").textContent =
-    `${COUNT.toLocaleString("en-US")} numbers. Where a number lies tells what it loses: between two marks it is ` +
-    "rounded, left of them it becomes 0, right of them it becomes the largest.";
+    `How many of ${COUNT.toLocaleString("en-US")} numbers have which |x · scale|; each doubling has the same width. A ` +
+    "mark is a code. Between two marks a number is rounded, left of them it becomes 0, right of them the largest.";
   slider.addEventListener("input", () => setScale(Number(slider.value)));
   byId("power").addEventListener("change", redraw);
   byId("tensor").addEventListener("change", (event) => {
