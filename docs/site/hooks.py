@@ -29,7 +29,7 @@ BESIDE = "---\nsearch: {exclude: true}\nhide: [navigation, toc]\n---\n"  # of a 
 
 
 class Page(File):
-    """A page of any suffix, at its path and `.html`; a folder's README or list is the folder's index, `HOME` the site's."""
+    """A page of any suffix, at its path and `.html`. A folder's index is its README or list, the site's is `HOME`."""
 
     def is_documentation_page(self) -> bool:
         return True

@@ -26,7 +26,7 @@ def found() -> str | None:
 
 
 class Page:
-    """One page. `errors` are its exceptions and what the console showed as an error; `asked` the addresses it asked for."""
+    """One page. `errors` has its exceptions and the console's errors, `asked` the addresses that it asked for."""
 
     def __init__(self, reading: int, writing: int) -> None:
         self._reading, self._writing = reading, writing
@@ -98,9 +98,7 @@ class Page:
     def look(self, width: int, height: int = 900, dark: bool = False) -> None:
         """Be a screen of this width in CSS pixels (a phone's below 600) that prefers dark or light."""
         phone = width < 600
-        self.send(
-            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=phone
-        )
+        self.send("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=phone)
         feature = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.send("Emulation.setEmulatedMedia", features=[feature])
 
