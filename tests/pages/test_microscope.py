@@ -10,6 +10,7 @@ import re
 import runpy
 import sys
 from collections.abc import Callable, Iterator
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from shared import microscope
 from shared.microscope import Engine, ask, base64_of, call
 
 from optimized.recordings import steps
-from reference.numbers import block_formats, formats, philox
+from reference.numbers import block_formats, formats, philox, tensor_core
 
 FOLDER = microscope.FOLDER
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
@@ -33,6 +34,7 @@ NAMES = [name for name in puzzles.PUZZLES if int(name.split()[0]) <= 7]
 FP8 = {fmt.name: fmt for fmt in formats.FORMATS}
 MOST_BYTES = 300_000
 WORDS = st.integers(0, 2**32 - 1)
+CODES = st.integers(0, 255)
 SCALES = st.floats(2.0**-30, 2.0**30, width=32)
 
 
@@ -202,6 +204,38 @@ def test_every_recorded_fp8_step_gives_the_word_of_an_h200(engine: Engine) -> No
     assert different == 0
 
 
+@given(
+    st.lists(st.tuples(CODES, CODES), min_size=32, max_size=32),
+    WORDS,
+    st.sampled_from(sorted(FP8)),
+    st.sampled_from(sorted(FP8)),
+)
+def test_any_step_and_its_parts_are_those_of_the_model(
+    v8: Engine, codes: list[tuple[int, int]], c: int, a_name: str, b_name: str
+) -> None:
+    script = """(a, b, c, left, right) => {
+      const found = numbers.step(a, b, c, numbers[left], numbers[right]);
+      const {word, emax, unit, total, special, significand, power, kept} = found;
+      return {word, emax, unit, total, special, significand: [...significand], power: [...power], kept: [...kept]};
+    }"""
+    a, b = (list(side) for side in zip(*codes, strict=True))
+    found = call(v8, script, a, b, c, a_name, b_name)
+    left, right = (
+        torch.tensor([side], dtype=torch.uint8).view(FP8[name].dtype) for side, name in ((a, a_name), (b, b_name))
+    )
+    old = torch.from_numpy(np.array([[c]], np.uint32).view(np.float32))
+    assert found["word"] == int(tensor_core.step(left, right, old).view(torch.int32)) & 0xFFFFFFFF
+    if found["special"]:
+        return
+    terms = [FP8[a_name].value(x) * FP8[b_name].value(y) for x, y in codes] + [old.item()]  # exact in float64
+    unit = Fraction(2) ** found["unit"]
+    for term, significand, power, kept in zip(terms, found["significand"], found["power"], found["kept"], strict=True):
+        assert Fraction(term) == significand * Fraction(2) ** power
+        assert kept == int(Fraction(term) / unit)  # toward zero
+    assert found["total"] == sum(found["kept"])
+    assert found["unit"] == found["emax"] - 13
+
+
 def test_the_page_has_the_words_that_its_script_writes() -> None:
     written = runpy.run_path(str(FOLDER / "write_recorded.py"))["script"]()
     assert written == (FOLDER / "recorded.js").read_text("utf-8")
@@ -248,7 +282,6 @@ def test_a_stub_is_not_solved_yet(engine: Engine, name: str) -> None:
 
 
 FLOATS = st.floats(width=32)
-CODES = st.integers(0, 255)
 # By puzzle: among how many calls some go wrong, and what is then put where in the answer (nowhere: in its place).
 SPOILT: dict[str, tuple[int, st.SearchStrategy[tuple[list[int], Any]]]] = {
     "1 decode": (256, st.tuples(st.just([]), FLOATS | st.none())),

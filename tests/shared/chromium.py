@@ -107,6 +107,10 @@ class Page:
         for kind in ("keyDown", "keyUp"):
             self.send("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code)
 
+    def type(self, text: str) -> None:
+        """Type text where the focus is."""
+        self.send("Input.insertText", text=text)
+
     def drag(self, start: tuple[float, float], end: tuple[float, float]) -> None:
         """Drag the mouse from one place to another."""
         places = [start, *(((start[0] * (4 - i) + end[0] * i) / 4, start[1]) for i in range(1, 4)), end]

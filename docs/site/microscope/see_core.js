@@ -91,23 +91,43 @@
 
   // ---- drawing -----------------------------------------------------------------------------------------------------
 
-  const spoken = (x) => (Number.isNaN(x) ? "nan" : Number.isFinite(x) ? (Object.is(x, -0) ? "-0" : numbers.g(x)) : x < 0 ? "-inf" : "inf");
+  /** As many digits as an fp32 number has; six are enough for a code. */
+  const nineDigits = (x) => (Number.isFinite(x) && x !== 0 ? String(Number(x.toPrecision(9))) : numbers.g(x));
 
   /** An input whose number is cast to a format when it is left. */
-  function operand(label, value, take) {
-    const change = (event) => {
-      const x = parsed(event.target.value);
-      if (x === undefined) event.target.setAttribute("aria-invalid", "true");
-      else {
-        take(x);
-        state.recorded = null;
-        byId("which").textContent = "Your own numbers.";
-        redraw(label);
-      }
-    };
-    return make("input", {value: spoken(value), "aria-label": label, "data-label": label, autocomplete: "off",
-      autocapitalize: "off", spellcheck: "false", change});
+  function operand(label, read, take) {
+    const input = make("input", {"aria-label": label, "data-label": label, autocomplete: "off", autocapitalize: "off",
+      spellcheck: "false"});
+    input.addEventListener("change", () => {
+      const x = parsed(input.value);
+      if (x === undefined) return input.setAttribute("aria-invalid", "true");
+      take(x);
+      state.recorded = null;
+      byId("which").textContent = "Your own numbers.";
+      redraw();
+    });
+    return {input, read};
   }
+
+  /** The operand of a side, a or b, in row k. */
+  const code = (side, k) =>
+    operand(
+      `${side} ${k + 1}`,
+      () => numbers.decode(state[side][k], state[`${side}Format`]),
+      (x) => {
+        const fmt = state[`${side}Format`];
+        state[side][k] = Number.isFinite(x) ? numbers.cast(x, 1, fmt) : wholeCode(x, fmt);
+      },
+    );
+
+  /** The rows: 32 pairs and C. They stay, so that the focus does; `terms` fills in what depends on the numbers. */
+  const rows = Array.from({length: K + 1}, (_, k) => {
+    const operands = k < K
+      ? [code("a", k), code("b", k)]
+      : [operand("C", () => numberOf(state.c), (x) => (state.c = wordOf(x)))];
+    const row = make("div", {}, make("span", {class: "k"}, k < K ? String(k + 1) : "C"), ...operands.map(({input}) => input));
+    return {row, operands, rest: []};
+  });
 
   function bitsOf(found, k) {
     const significand = found.significand[k];
@@ -115,7 +135,7 @@
     const sign = significand < 0 ? "−" : "+";
     if (state.stage === 0) {
       const size = Math.abs(significand).toString(2);
-      return make("span", {class: "strip"}, `${sign}${size}`, make("small", {}, " · 2", make("sup", {}, shown(found.power[k]))));
+      return make("span", {class: "strip"}, `${sign}${size}`);
     }
     const {kept, lost, more} = aligned(significand, found.power[k], found.unit);
     const cut = state.stage >= 2;
@@ -130,37 +150,23 @@
     );
   }
 
+  const unitHead = make("span", {class: "strip"});
+
   function terms(found) {
-    const rows = Array.from({length: K + 1}, (_, k) => {
-      const last = k === K;
-      const top = state.stage > 0 && found.significand[k] !== 0 && found.exponent[k] === found.emax;
-      const product = `${shown(found.significand[k])} · 2`;
-      const inputs = last
-        ? [operand("C", numberOf(state.c), (x) => (state.c = wordOf(x)))]
-        : ["a", "b"].map((side) => {
-          const fmt = side === "a" ? state.aFormat : state.bFormat;
-          return operand(`${side} ${k + 1}`, numbers.decode(state[side][k], fmt), (x) => {
-            state[side][k] = Number.isFinite(x) ? numbers.cast(x, 1, fmt) : wholeCode(x, fmt);
-          });
-        });
-      return make(
-        "div",
-        {class: `term${last ? " c" : ""}${top ? " top" : ""}${found.significand[k] === 0 ? " nothing" : ""}`},
-        make("span", {class: "k"}, last ? "C" : String(k + 1)),
-        ...inputs,
-        make("span", {class: "product"}, found.significand[k] === 0 ? "0" : product,
-          found.significand[k] === 0 ? "" : make("sup", {}, shown(found.power[k]))),
-        bitsOf(found, k),
-      );
+    rows.forEach(({row, operands, rest}, k) => {
+      const nothing = found.significand[k] === 0;
+      const top = state.stage > 0 && !nothing && found.exponent[k] === found.emax;
+      row.className = `term${k === K ? " c" : ""}${top ? " top" : ""}${nothing ? " nothing" : ""}`;
+      for (const {input, read} of operands) {
+        input.value = k === K ? nineDigits(read()) : numbers.g(read());
+        input.removeAttribute("aria-invalid");
+      }
+      const product = nothing ? ["0"] : [`${shown(found.significand[k])} · `, power(found.power[k])];
+      for (const old of rest.splice(0)) old.remove();
+      rest.push(make("span", {class: "product"}, ...product), bitsOf(found, k));
+      row.append(...rest);
     });
-    const head = make(
-      "div",
-      {class: "term head", "aria-hidden": "true"},
-      make("span", {class: "k"}, "k"), make("span", {}, "a"), make("span", {}, "b"),
-      make("span", {class: "product"}, "product"),
-      make("span", {class: "strip"}, state.stage === 0 ? "significand in bits" : "in units of 2", state.stage === 0 ? "" : make("sup", {}, shown(found.emax))),
-    );
-    byId("terms").replaceChildren(head, ...rows);
+    unitHead.replaceChildren(...(state.stage === 0 ? ["significand in bits"] : ["in units of ", power(found.emax)]));
   }
 
   /** NaN and infinity as operands: the cast would make NaN of both, but E5M2 has codes for infinity. */
@@ -209,16 +215,11 @@
     byId("sum").replaceChildren(make("dl", {}, ...lines));
   }
 
-  /** Draw everything again; `label` is the input whose neighbour keeps the focus. */
-  function redraw(label) {
+  function redraw() {
     const found = numbers.step(state.a, state.b, state.c, state.aFormat, state.bFormat);
-    const focused = document.activeElement?.dataset?.label ?? label;
-    const scrolled = byId("terms").scrollTop;
     terms(found);
     sum(found);
-    byId("terms").scrollTop = scrolled;
     byId("stage-said").textContent = STAGES[state.stage][1];
-    if (focused) document.querySelector(`[data-label="${focused}"]`)?.focus({preventScroll: true});
   }
 
   function formatsChanged() {
@@ -255,5 +256,14 @@
   }
   byId("case").addEventListener("change", (event) => { state.case = event.target.value; load(0); });
   byId("another").addEventListener("click", () => load(state.index + 1));
+  byId("terms").append(
+    make(
+      "div",
+      {class: "term head", "aria-hidden": "true"},
+      make("span", {class: "k"}, "k"), make("span", {}, "a"), make("span", {}, "b"),
+      make("span", {class: "product"}, "product"), unitHead,
+    ),
+    ...rows.map(({row}) => row),
+  );
   formatsChanged();
 }

@@ -140,6 +140,8 @@
       return card(word, fmt, same ? code : cast, !same);
     });
     byId("cards").replaceChildren(...cards);
+    byId("x-said").textContent = Array.from(document.querySelectorAll(".card"), (each) =>
+      `${each.getAttribute("aria-label")}: ${each.querySelector(".value").textContent}`).join(". ");
     const rounded = Number.isFinite(x) && word !== x;
     byId("x-note").textContent = rounded ? `A cast begins with fp32: ${shown(word)}.` : "";
     input.removeAttribute("aria-invalid");
@@ -147,8 +149,7 @@
 
   function flipped(code, fmt, bit) {
     const value = numbers.decode(code, fmt);
-    input.value = Number.isNaN(value) ? "nan" : Number.isFinite(value) ? (Object.is(value, -0) ? "-0" : String(value))
-      : value < 0 ? "-inf" : "inf";
+    input.value = Number.isFinite(value) && value !== 0 ? String(value) : numbers.g(value);
     show(value, fmt, code);
     document.querySelector(`[data-bit="${fmt.name}${bit}"]`).focus({preventScroll: true});
   }
