@@ -281,6 +281,11 @@ def test_a_stub_is_not_solved_yet(engine: Engine, name: str) -> None:
     assert verdict(engine, name, f"({stub[1]})") == puzzles.Verdict(False, f"{name}: not solved yet.")
 
 
+def test_the_puzzles_are_the_notebooks_first_seven(v8: Engine) -> None:
+    titles = re.findall(r'name: "(.+?)"', (FOLDER / "puzzle_texts.js").read_text("utf-8"))
+    assert ask(v8, "puzzles.names") == titles == NAMES == list(puzzles.PUZZLES)[:7]
+
+
 FLOATS = st.floats(width=32)
 # By puzzle: among how many calls some go wrong, and what is then put where in the answer (nowhere: in its place).
 SPOILT: dict[str, tuple[int, st.SearchStrategy[tuple[list[int], Any]]]] = {

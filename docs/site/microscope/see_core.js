@@ -141,12 +141,13 @@
     const cut = state.stage >= 2;
     const first = kept.search("1");
     const [zeros, digits] = first < 0 ? [kept, ""] : [kept.slice(0, first), kept.slice(first)];
-    const below = lost.replace(/0+$/, "");
+    const below = more ? `${lost}…` : lost.replace(/0+$/, "");
+    const leading = digits ? "" : /^0*/.exec(below)[0];
     return make(
       "span",
       {class: "strip"},
-      sign, make("i", {}, zeros), make("b", {}, digits),
-      make("span", {class: cut ? "cut" : "low"}, more ? `${lost}…` : below),
+      sign, make("i", {}, zeros), make("b", {}, digits), make("i", {}, leading),
+      make("span", {class: cut ? "cut" : "low"}, below.slice(leading.length)),
     );
   }
 
@@ -263,7 +264,8 @@
       make("span", {class: "k"}, "k"), make("span", {}, "a"), make("span", {}, "b"),
       make("span", {class: "product"}, "product"), unitHead,
     ),
-    ...rows.map(({row}) => row),
+    rows[K].row, // C first, where it is seen
+    ...rows.slice(0, K).map(({row}) => row),
   );
   formatsChanged();
 }

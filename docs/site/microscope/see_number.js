@@ -16,7 +16,7 @@
   function reason(x, fmt, found) {
     const {rule, lower, upper, value} = found;
     const sign = x < 0 ? -1 : 1;
-    const [low, high, got] = [lower * sign, upper * sign, value].map(shown);
+    const [low, high, got] = [lower * sign || 0, upper * sign, value].map(shown);
     if (fmt === E8M0) {
       const sizes = x < 0 || Object.is(x, -0) ? "E8M0 has no sign, so this is |x|. " : "";
       if (rule === "nan") return "NaN stays NaN.";
@@ -33,9 +33,10 @@
     return `${between}${got} is nearer.`;
   }
 
-  /** A line from the value below to the value above, with x on it. */
+  /** A line from the value nearer to 0 to the one beyond x, with x on it. */
   function line(x, fmt, {rule, lower, upper, value}) {
     if (rule === "nan" || rule === "exact") return null;
+    const sign = x < 0 && fmt !== E8M0 ? -1 : 1;
     const size = Math.abs(x);
     const open = rule === "saturated";
     const at = open ? 0.86 : (size - lower) / (upper - lower);
@@ -54,8 +55,8 @@
       draw("line", {x1: place(at), x2: place(open ? 0 : chosen), y1: 22, y2: 22, class: "move"}),
       draw("circle", {cx: place(at), cy: 22, r: 5, class: "dot"}),
       draw("circle", {cx: place(open ? 0 : chosen), cy: 22, r: 6, class: "chosen"}),
-      text(0, short(lower), "start"),
-      text(1, open ? "no value" : short(upper), "end"),
+      text(0, short(lower * sign || 0), "start"),
+      text(1, open ? "no value" : short(upper * sign), "end"),
     );
   }
 

@@ -68,7 +68,7 @@
     const bars = Array.from(bins, (count, i) => {
       const middle = LOW + (i + 0.5) / BINS;
       const cls = middle < ends[0] ? "under" : middle > ends[1] ? "over" : "fits";
-      const tall = (count / most) * (line - 30);
+      const tall = count && Math.max((count / most) * (line - 30), 2); // a few outliers must be seen
       return draw("rect", {
         x: place(LOW + i / BINS) + 0.5, y: line - tall, width: width / bins.length - 1, height: tall, class: cls,
       });
