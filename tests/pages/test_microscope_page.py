@@ -114,6 +114,9 @@ def test_the_scale_follows_slider_keys_mouse_and_button(page: chromium.Page) -> 
     page.drag((box[0] + box[2] / 2, box[1] + 60), (box[0] + box[2] * 0.9, box[1] + 60))
     assert float(page.run('byId("log-scale").value')) > 8
     assert "saturated" in text(page, ".figures .bad")
+    box = page.run('(({x, y, width}) => [x, y, width])(byId("curve").getBoundingClientRect())')
+    page.drag((box[0] + box[2] / 4, box[1] + 60), (box[0] + box[2] / 4, box[1] + 60))  # a click
+    assert float(page.run('byId("log-scale").value')) == -10.5
     page.run('byId("amax").click()')
     assert page.run('[...document.querySelectorAll(".figures .bad dt")].every((e) => e.textContent !== "saturated")')
     page.run('byId("power").click()')
@@ -142,6 +145,11 @@ def test_the_steps_end_at_the_word_of_an_h200(page: chromium.Page) -> None:
     assert "not asked" in text(page, "#sum")
     assert focused(page) == "b 1"
     assert page.run("document.querySelector('[data-label=\"a 1\"]').value") == "96"  # as E5M2 has it
+    for fill in page.run('[...byId("fill").children].map((button) => (button.click(), byId("sum").textContent))'):
+        assert "not asked" in fill
+    page.run('byId("fill").children[1].click()')
+    assert "65536" in text(page, "#sum")  # 2^16, and 31 ones that lie below its last bit
+    assert "exact sum65567 (off by 31)" in text(page, "#sum")
     assert page.errors == []
 
 

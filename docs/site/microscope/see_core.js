@@ -62,6 +62,34 @@
     redraw();
   }
 
+  /** Numbers that no recording has: of each row [a, b], and C. */
+  const FILLS = {
+    "all ones": () => [() => [1, 1], 0],
+    "one large, 31 ones": () => [(k) => (k === 0 ? [256, 256] : [1, 1]), 0],
+    "ones, and a large C": () => [() => [1, 1], 2 ** 20],
+    random: () => {
+      const drawn = numbers.normal(2 * K, Math.floor(Math.random() * 2 ** 32));
+      return [(k) => [drawn[2 * k], drawn[2 * k + 1]], 0];
+    },
+  };
+
+  function fill([pair, c]) {
+    for (let k = 0; k < K; k++) {
+      const [a, b] = pair(k);
+      state.a[k] = numbers.cast(a, 1, state.aFormat);
+      state.b[k] = numbers.cast(b, 1, state.bFormat);
+    }
+    state.c = wordOf(c);
+    own();
+  }
+
+  /** The numbers are no longer those of a recording. */
+  function own() {
+    state.recorded = null;
+    byId("which").textContent = "Your own numbers.";
+    redraw();
+  }
+
   // ---- bits --------------------------------------------------------------------------------------------------------
 
   /** |significand| · 2^power as bits in units of 2^unit: those kept, those cut off (LOST of them), whether more follow. */
@@ -102,9 +130,7 @@
       const x = parsed(input.value);
       if (x === undefined) return input.setAttribute("aria-invalid", "true");
       take(x);
-      state.recorded = null;
-      byId("which").textContent = "Your own numbers.";
-      redraw();
+      own();
     });
     return {input, read};
   }
@@ -257,6 +283,11 @@
   }
   byId("case").addEventListener("change", (event) => { state.case = event.target.value; load(0); });
   byId("another").addEventListener("click", () => load(state.index + 1));
+  byId("fill").append(
+    ...Object.entries(FILLS).map(([name, numbersOf]) =>
+      make("button", {type: "button", click: () => fill(numbersOf())}, name),
+    ),
+  );
   byId("terms").append(
     make(
       "div",

@@ -52,6 +52,7 @@
         1000 * SECONDS,
       );
       worker.onmessage = ({data}) => (clearTimeout(late), resolve(data));
+      worker.onerror = () => resolve(judge(makePuzzles(numbers, recorded), name, text)); // where no Worker may be made
       worker.postMessage({recorded, name, text});
     }).finally(() => {
       worker.terminate();

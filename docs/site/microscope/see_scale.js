@@ -157,31 +157,34 @@
     redraw();
   }
 
-  /** A drag over an element; go(event, first) is called with each move. */
-  function dragged(element, go) {
+  /** A drag over an element: begin(event), then move(event) with each move. */
+  function dragged(element, begin, move) {
     element.addEventListener("pointerdown", (event) => {
       if (event.button !== 0) return;
       element.setPointerCapture(event.pointerId);
-      go(event, true);
+      begin(event);
     });
     element.addEventListener("pointermove", (event) => {
-      if (element.hasPointerCapture(event.pointerId)) go(event, false);
+      if (element.hasPointerCapture(event.pointerId)) move(event);
     });
   }
 
   let grabbed = {x: 0, log: 0};
-  dragged(byId("histogram"), (event, first) => {
-    if (first) grabbed = {x: event.clientX, log: state.log};
-    else {
+  dragged(
+    byId("histogram"),
+    (event) => (grabbed = {x: event.clientX, log: state.log}),
+    (event) => {
       const [low, high] = SHOWN.get(state.fmt);
       setScale(grabbed.log + ((event.clientX - grabbed.x) / byId("histogram").clientWidth) * (high - low));
-    }
-  });
-  dragged(byId("curve"), (event) => {
+    },
+  );
+  function toPlace(event) {
     const box = byId("curve").getBoundingClientRect();
     const [from, to] = [Number(slider.min), Number(slider.max)];
     setScale(from + ((event.clientX - box.left) / box.width) * (to - from));
-  });
+  }
+  dragged(byId("curve"), () => {}, toPlace);
+  byId("curve").addEventListener("click", toPlace); // a finger that scrolls the page begins here, too, but is no click
 
   offer(byId("tensor"), Object.entries(TENSORS).map(([key, [text]]) => [key, text]), state.tensor);
   offer(byId("scale-format"), [E4M3, E5M2, E2M1].map((fmt) => [fmt.name, fmt.name]), state.fmt.name);
