@@ -20,7 +20,7 @@ function makeNumbers() {
   const E8M0 = {name: "E8M0", bits: 8, exponentBits: 8, mantissaBits: 0, bias: 127, largestCode: 0xfe, nanCode: 0xff};
   const FORMATS = {E4M3, E5M2, E8M0, E2M1};
 
-  // ---- words -------------------------------------------------------------------------------------------------------
+  // ---- words ------------------------------------------------------------------------------------------------------
 
   const oneFloat = new Float32Array(1);
   const oneWord = new Uint32Array(oneFloat.buffer);
@@ -68,7 +68,7 @@ function makeNumbers() {
     return `${short}e${exponent < 0 ? "-" : "+"}${String(Math.abs(exponent)).padStart(2, "0")}`;
   }
 
-  // ---- formats -----------------------------------------------------------------------------------------------------
+  // ---- formats ----------------------------------------------------------------------------------------------------
 
   /** The parts of a code: {code, sign, exponent, mantissa, kind, value}; exponent and mantissa are its fields. */
   function fields(code, fmt) {
@@ -173,8 +173,8 @@ function makeNumbers() {
 
   /** What the cast of fp32 numbers lost: counts, and the SQNR in dB (float64 sums, in order).
 
-      As twin::cast_stats: saturated and underflowed count finite x, x' = value · scale_inv with scale_inv = 1 / scale in
-      fp32. An order of addition is no matter for two digits of a dB, so the sums are plain. */
+      As twin::cast_stats: saturated and underflowed count finite x, x' = value · scale_inv with scale_inv = 1 / scale
+      in fp32. An order of addition is no matter for two digits of a dB, so the sums are plain. */
   function castStats(xs, scale, fmt) {
     const inverse = Math.fround(1 / scale);
     const most = limit(fmt) * inverse;
@@ -191,7 +191,7 @@ function makeNumbers() {
     return {saturated, underflowed, signal, noise, sqnr: 10 * Math.log10(signal / noise)};
   }
 
-  // ---- the tensor core ---------------------------------------------------------------------------------------------
+  // ---- the tensor core --------------------------------------------------------------------------------------------
 
   const FRACTION = 13; // fraction bits below 2^emax, and of the result
   const LOWEST = -133; // of emax
@@ -250,8 +250,9 @@ function makeNumbers() {
       4. The cut terms are added exactly.
       5. The sum is cut toward zero to 13 fraction bits.
 
-      Returns {word, emax, unit, total, lowest, terms}. Term k is ± significand[k] · 2^power[k], kept as kept[k] · 2^unit
-      (with its sign); the last term is c. exponent[k] is what emax is the largest of. */
+      Returns {word, emax, unit, total, special, exponent, significand, power, kept}. Term k is significand[k] ·
+      2^power[k], and what is left of it kept[k] · 2^unit; the last term is c. total is the sum of kept. special says
+      that a NaN or an infinity decided. emax is the largest of exponent where significand is not 0. */
   function step(a, b, cWord, aFormat = E4M3, bFormat = E4M3) {
     const count = a.length + 1;
     const exponent = new Int32Array(count);
@@ -298,7 +299,7 @@ function makeNumbers() {
     return word;
   }
 
-  // ---- random numbers ----------------------------------------------------------------------------------------------
+  // ---- random numbers ---------------------------------------------------------------------------------------------
 
   /** The high 32 bits of a product of two 32-bit words. */
   function highProduct(x, y) {

@@ -18,8 +18,8 @@ subnormal number. Codes 0x7F and 0xFF are NaN, and there are no infinities.`,
     text: `The result is the nearest value's code. Half way between two values it is the code whose last bit is 0. A
 finite number beyond ±448 becomes ±448. NaN becomes 0x7F, whatever its sign, and so does an infinity. The sign of zero
 is kept. Your function is tried on all 65,536 bf16 numbers.`,
-    hint: `Math.round rounds halves up, not to even. Object.is(x, -0) finds the sign of zero. A carry out of the mantissa
-may run into the exponent field by itself.`,
+    hint: `Math.round rounds halves up, not to even. Object.is(x, -0) finds the sign of zero. A carry out of the
+mantissa may run into the exponent field by itself.`,
     stub: `function encode(x) {
   // a number -> its E4M3 code, 0..255
 

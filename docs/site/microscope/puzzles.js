@@ -7,7 +7,7 @@ function makePuzzles(numbers, recorded) {
   const {E4M3, E5M2, bytesOf, cast, decode, fields, g, hex, normal, numberOf, philox, wordOf} = numbers;
   const floats = (base64) => new Float32Array(bytesOf(base64).buffer);
 
-  // ---- words: how each dtype reads an answer, compares and shows it --------------------------------------------------
+  // ---- words: how each dtype reads an answer, compares and shows it -----------------------------------------------
 
   const float32 = {
     name: "float32",
@@ -85,7 +85,7 @@ function makePuzzles(numbers, recorded) {
     };
   }
 
-  // ---- the puzzles: each yields [where, got, expected, dtype] ---------------------------------------------------------
+  // ---- the puzzles: each yields [where, got, expected, dtype] -----------------------------------------------------
 
   function* decodes(answer) {
     for (let code = 0; code < 256; code++) {

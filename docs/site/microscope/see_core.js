@@ -26,11 +26,11 @@
     ["align", "The largest exponent of the terms that are not 0, emax, decides. All terms are lined up to it."],
     ["cut", `What lies more than ${FRACTION} bits below emax is cut off, toward zero. Nothing is rounded.`],
     ["add", "What is left are small integers. Their sum is exact, so its order does not matter."],
-    ["cut the sum", `${FRACTION} bits after the sum's leading bit are kept, toward zero. The low ten bits of the fp32 word are 0.`],
+    ["cut the sum", `${FRACTION} bits after the sum's leading bit are kept, toward zero; an fp32 word could hold 23.`],
   ];
   const state = {aFormat: E4M3, bFormat: E4M3, a: [], b: [], c: 0, recorded: null, stage: 0, case: "uniform", index: 0};
 
-  // ---- what an H200 recorded ---------------------------------------------------------------------------------------
+  // ---- what an H200 recorded --------------------------------------------------------------------------------------
 
   /** The recorded instructions of the two formats and the case, each as a function that reads it. */
   function recordedSteps() {
@@ -90,9 +90,9 @@
     redraw();
   }
 
-  // ---- bits --------------------------------------------------------------------------------------------------------
+  // ---- bits -------------------------------------------------------------------------------------------------------
 
-  /** |significand| · 2^power as bits in units of 2^unit: those kept, those cut off (LOST of them), whether more follow. */
+  /** |significand| · 2^power in units of 2^unit, as bits: those kept, LOST that are cut off, whether more follow. */
   function aligned(significand, termPower, unit) {
     const size = BigInt(Math.abs(significand));
     const shift = termPower - unit + LOST;
@@ -117,7 +117,7 @@
     Array.from(found.significand, (significand, k) => significand * 2 ** found.power[k])
       .reduceRight((total, term) => Math.fround(total + term), 0);
 
-  // ---- drawing -----------------------------------------------------------------------------------------------------
+  // ---- drawing ----------------------------------------------------------------------------------------------------
 
   /** As many digits as an fp32 number has; six are enough for a code. */
   const nineDigits = (x) => (Number.isFinite(x) && x !== 0 ? String(Number(x.toPrecision(9))) : numbers.g(x));
@@ -151,7 +151,8 @@
     const operands = k < K
       ? [code("a", k), code("b", k)]
       : [operand("C", () => numberOf(state.c), (x) => (state.c = wordOf(x)))];
-    const row = make("div", {}, make("span", {class: "k"}, k < K ? String(k + 1) : "C"), ...operands.map(({input}) => input));
+    const head = make("span", {class: "k"}, k < K ? String(k + 1) : "C");
+    const row = make("div", {}, head, ...operands.map(({input}) => input));
     return {row, operands, rest: []};
   });
 
@@ -214,7 +215,8 @@
     const line = (name, ...what) => make("div", {class: "line"}, make("dt", {}, name), make("dd", {}, ...what));
     const lines = [];
     if (found.special) {
-      lines.push(line("special", "A NaN, or infinities of both signs, make the word 0x7FFFFFFF; otherwise an infinity wins."));
+      const rule = "A NaN, or infinities of both signs, make the word 0x7FFFFFFF; otherwise an infinity wins.";
+      lines.push(line("special", rule));
     } else {
       if (state.stage >= 1) {
         lines.push(line("emax", String(shown(found.emax)), " (the marked terms have it)"));
@@ -235,8 +237,9 @@
       lines.push(verdict);
       if (!found.special) {
         const [exact, ordinary] = [exactSum(found), fp32Sum(found)];
-        lines.push(line("exact sum", shown(exact), value === exact ? ": nothing was lost" : ` (off by ${short(Math.abs(value - exact))})`));
-        lines.push(line("added in fp32", shown(ordinary), ordinary === value ? "" : ": what a loop of a program gives"));
+        const lost = value === exact ? ": nothing was lost" : ` (off by ${short(Math.abs(value - exact))})`;
+        lines.push(line("exact sum", shown(exact), lost));
+        lines.push(line("added in fp32", shown(ordinary), ordinary === value ? "" : ": what a program's loop gives"));
       }
     }
     byId("sum").replaceChildren(make("dl", {}, ...lines));

@@ -27,7 +27,8 @@
   function judge(puzzles, name, text) {
     const wanted = name.split(" ")[1];
     try {
-      const answer = new Function(`"use strict"; ${text}\n;return typeof ${wanted} === "function" ? ${wanted} : null;`)();
+      const found = `typeof ${wanted} === "function" ? ${wanted} : null`;
+      const answer = new Function(`"use strict"; ${text}\n;return ${found};`)();
       if (answer === null) return {solved: false, sentence: `${name}: there is no function ${wanted}.`};
       return puzzles.grade(name, answer);
     } catch (error) {
@@ -47,10 +48,8 @@
     const address = URL.createObjectURL(new Blob([PROGRAM], {type: "text/javascript"}));
     const worker = new Worker(address);
     return new Promise((resolve) => {
-      const late = setTimeout(
-        () => resolve({solved: false, sentence: `${name}: no answer after ${SECONDS} s; is there a loop without an end?`}),
-        1000 * SECONDS,
-      );
+      const sentence = `${name}: no answer after ${SECONDS} s; is there a loop without an end?`;
+      const late = setTimeout(() => resolve({solved: false, sentence}), 1000 * SECONDS);
       worker.onmessage = ({data}) => (clearTimeout(late), resolve(data));
       worker.onerror = () => resolve(judge(makePuzzles(numbers, recorded), name, text)); // where no Worker may be made
       worker.postMessage({recorded, name, text});
