@@ -3,12 +3,14 @@
 A file of the site has its path in the repository, so a link works on the host of the repository and on the site, and
 MkDocs checks it. README, CONTRIBUTING, docs/ and the notebooks are pages. What they link to comes with them: a source
 file as a page with its code, a folder as a list of its files. A notebook is shown with the outputs that it holds.
+The site's home is the microscope, an HTML file that is a page by itself, too; README is beside it.
 The pages of names (api.py) are no files: mkdocstrings makes them of the docstrings.
 """
 
 import base64
 import html
 import json
+import posixpath
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
@@ -16,16 +18,18 @@ from pathlib import Path, PurePosixPath
 import api  # beside this file, where MkDocs looks while it loads a hook
 from latex2mathml.converter import convert
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files, InclusionLevel
 
 PAGES = ("README.md", "CONTRIBUTING.md", "docs/**/*.md", "notebooks/*.ipynb")
-STATIC = (".png", ".svg", ".css", ".json", ".npz")
+HOME = "docs/site/microscope/index.html"
+STATIC = (".png", ".svg", ".css", ".js", ".json", ".npz")
 CODE = {".py": "python", ".cu": "cuda", ".cuh": "cuda"}
 BESIDE = "---\nsearch: {exclude: true}\nhide: [navigation, toc]\n---\n"  # of a page that the navigation does not have
 
 
 class Page(File):
-    """A page of any suffix, at its path and `.html`; a folder's list is the folder's index."""
+    """A page of any suffix, at its path and `.html`. A folder's index is its README or list, the site's is `HOME`."""
 
     def is_documentation_page(self) -> bool:
         return True
@@ -33,7 +37,9 @@ class Page(File):
     @property
     def dest_uri(self) -> str:
         path = PurePosixPath(self.src_uri)
-        if path.name == "README.md":
+        if self.src_uri == HOME:
+            return "index.html"
+        if path.name == "README.md" and path.parent.name:
             return str(path.with_name("index.html"))
         if not path.suffix:
             return f"{path}/index.html"
@@ -46,6 +52,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     site = Files([file for file in files if file.src_dir != config.docs_dir])
     pages = [path for pattern in PAGES for path in sorted(root.glob(pattern))]
     waiting = [*pages, *(root / css for css in config.extra_css if (root / css).exists())]  # or a plugin writes it
+    waiting += [path for path in sorted((root / HOME).parent.iterdir()) if path.suffix in STATIC]
     for path in waiting:  # which grows: what a page links to is put at its end
         uri = path.relative_to(root).as_posix()
         if path.suffix in STATIC:
@@ -62,6 +69,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             waiting += [target for target in linked if target not in waiting]
     for uri, text in api.pages():
         site.append(Page.generated(config, uri, content=text))
+    site.append(Page.generated(config, HOME, content=home((root / HOME).read_text("utf-8"), site)))
     uris = [file.src_uri for file in site]
     config.nav = [entry for item in config.nav for entry in expanded(item, uris)]
     return site
@@ -78,6 +86,23 @@ def markdown(path: Path, uri: str) -> tuple[str, dict[str, bytes]]:
     if path.suffix == ".md":
         return blank_lines(text), {}
     return f"# {uri}\n\n````{CODE.get(path.suffix, 'text')}\n{text}````\n", {}
+
+
+def home(text: str, site: Files) -> str:
+    """The site's home: the styles and <main> of the microscope's file, whose addresses become those of the site."""
+
+    def address(found: re.Match[str]) -> str:
+        uri = posixpath.normpath(f"{PurePosixPath(HOME).parent}/{found[2]}")
+        file = site.get_file_from_path(uri)
+        if file is None:
+            raise PluginError(f"{HOME} names {found[2]!r}, which the site does not have.")
+        return f'{found[1]}="{file.url}"'
+
+    styles = re.findall(r'<link rel="stylesheet"[^>]*>', text)
+    main = text.partition("<main>")[2].partition("</main>")[0]
+    inside = re.sub(r'\b(href|src)="(?!\w+:|#)([^"]+)"', address, "\n".join([*styles, main]))
+    head = "title: The FP8 microscope\nhide: [navigation, toc]\n"
+    return f"---\n{head}---\n<div>\n{inside}\n</div>\n"
 
 
 def expanded(item: object, uris: Sequence[str]) -> Iterator[object]:

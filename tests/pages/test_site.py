@@ -1,16 +1,20 @@
 """The site (mkdocs.yml, docs/site): built strictly from this checkout, and from one with broken links, which fails."""
 
 import html.parser
+import http.server
 import importlib.util
 import json
 import re
 import shutil
 import subprocess
 import sys
+import threading
 import urllib.parse
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from shared import chromium
 
 pytestmark = [
     pytest.mark.slow,  # `nox -s site` runs them
@@ -71,7 +75,8 @@ def test_every_address_leads_to_a_file_of_the_site(site: Path) -> None:
 def test_the_pages_are_readme_the_documents_and_the_notebooks(site: Path) -> None:
     for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md"), *NOTEBOOKS]:
         place = site / path.relative_to(ROOT).with_suffix(".html")
-        place = place.with_name("index.html") if path.stem == "README" else place
+        if path.name == "README.md" and path.parent != ROOT:  # the site's index is the microscope
+            place = place.with_name("index.html")
         text = path.read_text("utf-8")
         if path.suffix == ".ipynb":
             text = "".join(json.loads(text)["cells"][0]["source"])
@@ -93,6 +98,51 @@ def test_a_notebook_is_shown_with_its_outputs(site: Path, path: Path) -> None:
     formulas = sum("$" in "".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
     assert page.count("<math") >= formulas
     assert "arithmatex" not in page
+
+
+@pytest.fixture
+def address(site: Path) -> Iterator[str]:
+    """Where a server on this machine shows the site."""
+
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def __init__(self, *arguments, **keywords) -> None:
+            super().__init__(*arguments, directory=str(site), **keywords)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Quiet) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.mark.skipif(chromium.found() is None, reason=chromium.MISSING)
+def test_the_home_works_inside_the_theme(address: str, tmp_path: Path) -> None:
+    program = chromium.found()
+    assert program is not None
+    with chromium.page(program, tmp_path) as page:
+
+        def is_dark() -> bool:
+            style = "getComputedStyle(document.querySelector('.card'))"
+            found = page.run(f"[{style}.backgroundColor, {style}.color]")
+            card, ink = (sum(map(int, re.findall(r"\d+", colour))) for colour in found)
+            return card < ink
+
+        for width in (390, 1280):
+            for dark in (False, True):
+                page.look(width, dark=dark)
+                page.open(f"{address}/index.html")
+                assert page.run('document.querySelectorAll(".scope .card").length') == 4
+                assert page.run("document.documentElement.scrollWidth <= innerWidth")
+                assert is_dark() == dark
+        for switch, dark in ((1, False), (2, True)):  # the theme's own switch, against what the system prefers
+            page.look(1280, dark=not dark)
+            page.run(f"document.getElementById('__palette_{switch}').click()")
+            assert is_dark() == dark
+        assert page.errors == []
+        assert page.asked
+        assert all(asked.startswith((address, "data:", "blob:")) for asked in page.asked)
 
 
 def test_what_is_broken_fails_the_build(tmp_path: Path) -> None:
