@@ -1,7 +1,7 @@
 """Flip bits in a recorded training step, and see whether a replay of the recording finds each.
 
     twin drill                          a few flips of each kind, in a minute
-    twin drill --flips 1000 --write     the numbers of docs/results.md, and the picture
+    twin drill --flips 1000 --write     the numbers of docs/results/tested.md, and the picture
 
 A bit flips in a weight, the optimizer's state, an activation, a gradient, an FP8 code, a scale, an op's result, or
 inside the tensor core's model: in a product, the aligned sum or an accumulator. The exit code is 0 if each flip was
@@ -23,7 +23,7 @@ from rich.progress import Progress
 
 from optimized import measure
 from optimized.bench import drill_plot
-from optimized.commands import check_folder, outputs, positive, tables
+from optimized.commands import check_folder, outputs, positive, tested
 from reference.inspect.drills.drill import KINDS, OUTCOMES, Drill, Outcome
 
 SUMMARY = "flip bits in a recorded step, and count how many a replay finds"
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
                 found[kind] += outcomes
                 progress.advance(task, len(outcomes))
     payload = _payload(args, found)
-    for table in tables.drill(payload):
+    for table in tested.drill(payload):
         console.print(table.markdown(), markup=False, highlight=False, soft_wrap=True)
     if args.write:
         console.print(

@@ -91,7 +91,7 @@ def test_the_page_of_the_package_has_no_link_into_a_clone() -> None:
         assert not relative.search(page)
         assert "import twin_engine as te" in page
         assert page.startswith("# Twin Engine\n\n> This page")
-        assert ("](https://example.org/raw/main/docs/layer.png)" in page) == (source is not None)
+        assert ("](https://example.org/raw/main/docs/speed.png)" in page) == (source is not None)
         assert ("](https://example.org/blob/main/docs/README.md)" in page) == (source is not None)
         assert ("![" in page) == (source is not None)
         assert page.count("\n| ") == readme.count("\n| ")  # the tables
