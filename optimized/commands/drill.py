@@ -32,11 +32,11 @@ _drill: Drill | None = None  # a process's
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--flips", type=positive, default=20, metavar="N", help="of each kind (20)")
-    parser.add_argument("--seed", type=int, default=1, help="of what is drawn (1)")
-    parser.add_argument("--minutes", type=positive, metavar="N", help="begin nothing new after so long")
+    parser.add_argument("--flips", type=positive, default=20, metavar="N", help="flips of each kind (20)")
+    parser.add_argument("--seed", type=int, default=1, help="the seed of all that is drawn (1)")
+    parser.add_argument("--minutes", type=positive, metavar="N", help="begin no new flip after N minutes")
     parser.add_argument(
-        "--processes", type=positive, default=1, metavar="N", help="at a time, with the same outcome (1)"
+        "--processes", type=positive, default=1, metavar="N", help="processes; the counts do not depend on it (1)"
     )
     parser.add_argument("--write", action="store_true", help="replace docs/results/drill.json and docs/drill.png")
 
