@@ -284,7 +284,8 @@ class _Run:
                 if value is not None and not math.isfinite(value):
                     raise self._broken(number, f"the {what} of step {number} is {value}")
         self.pending.clear()
-        shown = f"{bits(losses[-1]):.3f} bits/byte  {speed['tokens_per_second']:,.0f} tokens/s  {speed['tflops']:.3g} TFLOP/s"
+        fast = f"{speed['tokens_per_second']:,.0f} tokens/s  {speed['tflops']:.3g} TFLOP/s"
+        shown = f"{bits(losses[-1]):.3f} bits/byte  {fast}"
         self.bar.update(self.task, numbers=shown)
 
     def _broken(self, number: int, what: str) -> CommandError:
