@@ -70,13 +70,17 @@ README_RESULTS = ("layer", "small_layers", "train", "trainer", "gemm", "seeds", 
 
 @dataclass(frozen=True)
 class Group:
-    """A page of results: docs/results/<name>.md, with the picture docs/<picture>.png, which shows `shows`."""
+    """A page of results, docs/results/<name>.md: the picture docs/<picture>.png, which shows `shows`, and tables.
+
+    `more` are names and descriptions of pictures after the tables.
+    """
 
     title: str
     name: str
     picture: str
     shows: str
     results: tuple[str, ...]
+    more: tuple[tuple[str, str], ...] = ()
 
     @property
     def path(self) -> Path:
@@ -88,9 +92,8 @@ class Group:
         how = "Ours and theirs ran in one run, in an order drawn anew for each round."
         how = how if self.name != "tested" else "What was compared, injected and counted."
         again = "[All results](../results.md), and how to measure again."
-        return (
-            f"# {self.title}\n\n![{self.shows}](../{self.picture}.png)\n\n{how} {again}\n\n{markdown(self.results)}\n"
-        )
+        first, *others = (f"![{shows}](../{name}.png)" for name, shows in ((self.picture, self.shows), *self.more))
+        return "\n\n".join([f"# {self.title}", first, f"{how} {again}", markdown(self.results), *others]) + "\n"
 
     def entry(self) -> str:
         """The group in the index: a heading, to which other pages link, and its tables' titles."""
@@ -100,7 +103,17 @@ class Group:
 
 
 GROUPS = (
-    Group("GEMM", "gemm", "gemm_shapes", "Dots show our speed over cuBLASLt's, by the size of a GEMM", _GEMMS),
+    Group(
+        "GEMM",
+        "gemm",
+        "gemm_shapes",
+        "Dots show our speed over cuBLASLt's, by the size of a GEMM",
+        _GEMMS,
+        (
+            ("gemm_roofline", "Our GEMMs and cuBLASLt's under the roof of memory and tensor cores"),
+            ("ladder", "TFLOP/s of each rung of the ladder, and cuBLASLt's"),
+        ),
+    ),
     Group(
         "Casts, norms, activations",
         "casts",
@@ -132,19 +145,27 @@ GROUPS = (
     Group(
         "The layer",
         "layer",
-        "layer",
-        "Bars show a layer's step by each contestant, and what our FP8 steps consist of",
+        "speed",
+        "Four bars: a layer's step in compiled PyTorch, Transformer Engine, Twin Engine; its GEMMs and attention alone",
         (
             *("layer", "layer_recipes", "rowwise_torchao", "layer_sweep", "small_layers", "timeline", *DETAILS),
             *("stats", "decode", "first_step"),
+        ),
+        (
+            ("layer", "Bars show a layer's step by each contestant, and what our FP8 steps consist of"),
+            ("layer_sweep", "Lines show how many times faster than PyTorch a layer is, by width and by tokens"),
         ),
     ),
     Group(
         "Training",
         "training",
-        "single_gpu",
-        "Bars show samples a second and GiB of a BERT's training on one H200; each row adds one technique",
-        ("single_gpu", "training", "train", "seeds", "trainer"),
+        "train",
+        "Left: losses of a GPT over 2,000 steps. Right: tokens per second beside compiled PyTorch",
+        ("train", "seeds", "trainer", "training", "single_gpu"),
+        (
+            ("seeds", "Losses by recipe; beside bf16's, a band over seeds; the last tenth"),
+            ("single_gpu", "Bars show samples a second and GiB of a BERT's training; each row adds one technique"),
+        ),
     ),
     Group(
         "How it was tested",

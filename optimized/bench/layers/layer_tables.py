@@ -71,8 +71,8 @@ def _steps(payload: Payload, title: str, cases: list[dict[str, Any]]) -> Table:
     cores = ["the same, process on one core"] if on_one_core else []
     columns = ("layer", "attention", "every bit defined", *(one["case"]["name"] for one in cases), *cores, "GiB")
     how = (
-        "Milliseconds of one training step without the optimizer; rows that name neither PyTorch nor Transformer "
-        "Engine are this library's, with its exact attention or cuDNN's, whose bits are its own."
+        "Milliseconds of one training step without the optimizer. Rows that name neither PyTorch nor Transformer "
+        "Engine show this library, with exact attention or with cuDNN's, which no CPU reproduces."
     )
     pool = f" (CuPy's pool held {payload['cupy_pool_bytes']} bytes)" if "cupy_pool_bytes" in payload else ""
     note = (
