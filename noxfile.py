@@ -129,5 +129,5 @@ def gpu(session: nox.Session) -> None:
 
 @nox.session
 def tables(session: nox.Session) -> None:
-    """The tables of README and docs/results.md, from docs/results."""
+    """The tables of README and docs/, from docs/results."""
     session.run("python", "-m", "optimized.commands.tables", env=HERE)

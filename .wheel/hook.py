@@ -62,7 +62,8 @@ class BuildHook(BuildHookInterface):  # type: ignore[misc]
         names = long_names.exported((root / "reference" / "__init__.py").read_text("utf-8"))
         (made / "__init__.py").write_text(long_names.with_names((HERE / "twin_engine.py").read_text("utf-8"), names))
         shutil.copyfile(made / "reference" / "py.typed", made / "py.typed")
-        shutil.copytree(root / "docs" / "results", made / "optimized" / "results", ignore=shutil.ignore_patterns(".*"))
+        pages = shutil.ignore_patterns(".*", "*.md")
+        shutil.copytree(root / "docs" / "results", made / "optimized" / "results", ignore=pages)
         _copy_binaries(made / "optimized")
         for path in made.rglob("*.py"):
             code = long_names.rewritten(path.read_text("utf-8"), str(path.relative_to(made)))

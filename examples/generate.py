@@ -11,9 +11,7 @@ import argparse
 from pathlib import Path
 
 import torch
-
-import optimized  # noqa: F401  (its kernels, for a GPU)
-import reference as te
+import twin_engine.reference as te  # layers on the CPU or, with --device cuda, on a GPU
 
 ROOM, RECIPE = 256, te.DelayedScaling()
 

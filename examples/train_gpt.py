@@ -17,9 +17,8 @@ from pathlib import Path
 import safetensors
 import safetensors.torch
 import torch
-
-import optimized as te  # whose layers also run on the CPU, by the definitions of `reference`
-from reference.support import files
+import twin_engine as te  # its layers also run on the CPU
+from twin_engine.reference.support import files
 
 LAYERS, HIDDEN, HEADS, SEQUENCE, ROWS = 2, 128, 2, 64, 4
 MICROBATCHES, RATE, WARMUP, DROPOUT, LARGEST_NORM = 2, 2e-3, 10, 0.1, 1.0

@@ -1,6 +1,6 @@
 """Twin Engine's optimized side: the layers of `reference` on Hopper tensor cores, with the same bits.
 
-    import optimized as te
+    import twin_engine as te
 
     layer = te.Linear(768, 3072, params_dtype=torch.bfloat16)   # on "cuda"
     with te.autocast(recipe=te.DelayedScaling()):

@@ -1,6 +1,6 @@
 """Twin Engine's reference side: what every number of FP8 transformer training is, on any CPU.
 
-import reference as te
+import twin_engine.reference as te
 
 layer = te.Linear(768, 3072, params_dtype=torch.bfloat16)
 with te.autocast(recipe=te.DelayedScaling()):

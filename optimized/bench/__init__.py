@@ -31,6 +31,11 @@ def last_tenth(losses: Sequence[float]) -> float:
     return math.fsum(last) / len(last)
 
 
+def bits(nats: Any) -> Any:
+    """Losses, a number or an array, in bits, as pages and pictures show them; results hold them in nats."""
+    return nats / math.log(2)
+
+
 def result(what: str, kernels: Sequence[str], **found: Any) -> Payload:
     """What `run` returns: what was measured, what was `found`, and where it comes from; it depends on `kernels`."""
     return {"what": what, **found, "provenance": measure.provenance(kernels)}

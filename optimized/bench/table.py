@@ -53,19 +53,22 @@ def table(
     return Table(title, tuple(columns), tuple(map(tuple, rows)), how, f"{note} {origin(payload)}".strip())
 
 
-def origin(payload: dict[str, Any]) -> str:
-    """GPU, versions and date of a result, with a warning if kernels have changed since."""
+def about(payload: dict[str, Any]) -> str:
+    """GPU, versions and date of a result."""
     found = payload["provenance"]
     gpu, smi = found.get("gpu") or {}, found.get("nvidia_smi") or {}
     driver = f", driver {smi['driver_version']}" if "driver_version" in smi else ""
     versions = f"CUDA {found['cuda']}, torch {found['torch']}, CuPy {found['cupy']}"
     if found.get("transformer_engine"):
         versions += f", Transformer Engine {found['transformer_engine']}"
-    text = f"{gpu.get('name', 'no GPU')}{driver}, {versions}, {found['date'][:10]}."
+    return f"{gpu.get('name', 'no GPU')}{driver}, {versions}, {found['date'][:10]}."
+
+
+def origin(payload: dict[str, Any]) -> str:
+    """What a result is `about`, with a warning if kernels have changed since."""
     changed = measure.outdated(payload)
-    if changed:
-        text += f" **Measured before the last change of {', '.join(changed)}.**"
-    return text
+    warning = f" **Measured before the last change of {', '.join(changed)}.**" if changed else ""
+    return about(payload) + warning
 
 
 def percent(value: float) -> str:

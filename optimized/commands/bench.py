@@ -1,7 +1,7 @@
 """Speed against cuBLASLt, cuDNN, PyTorch and Transformer Engine, and which GEMMs equal cuBLASLt's in every word.
 
-Without arguments it lists the benchmarks. On a machine with a Hopper GPU it runs a benchmark: ours and theirs are
-interleaved in one run. Elsewhere it shows the results that were recorded on an H200 (docs/results), and says if kernels
+Without arguments it lists the benchmarks. On a machine with a Hopper GPU it runs a benchmark: this library and others
+take turns in one run. Elsewhere it shows the results that were recorded on an H200 (docs/results), and says if kernels
 have changed since.
 """
 

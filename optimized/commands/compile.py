@@ -26,7 +26,9 @@ INTERRUPTED = 130
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--jobs", type=positive, default=None, help="kernels at a time (default: one for each core)")
-    parser.add_argument("--wheel", action="store_true", help="pack them, so that wheels built in this clone have them")
+    parser.add_argument(
+        "--wheel", action="store_true", help="pack the kernels into wheels that are built in this clone"
+    )
 
 
 def _pack(wanted: list[precompile.Configuration], folder: Path, console: Console) -> None:

@@ -1,7 +1,7 @@
 """Flip bits in a recorded training step, and see whether a replay of the recording finds each.
 
     twin drill                          a few flips of each kind, in a minute
-    twin drill --flips 1000 --write     the numbers of docs/results.md, and the picture
+    twin drill --flips 1000 --write     the numbers of docs/results/tested.md, and the picture
 
 A bit flips in a weight, the optimizer's state, an activation, a gradient, an FP8 code, a scale, an op's result, or
 inside the tensor core's model: in a product, the aligned sum or an accumulator. The exit code is 0 if each flip was
@@ -23,7 +23,7 @@ from rich.progress import Progress
 
 from optimized import measure
 from optimized.bench import drill_plot
-from optimized.commands import check_folder, outputs, positive, tables
+from optimized.commands import check_folder, outputs, positive, tested
 from reference.inspect.drills.drill import KINDS, OUTCOMES, Drill, Outcome
 
 SUMMARY = "flip bits in a recorded step, and count how many a replay finds"
@@ -32,11 +32,11 @@ _drill: Drill | None = None  # a process's
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--flips", type=positive, default=20, metavar="N", help="of each kind (20)")
-    parser.add_argument("--seed", type=int, default=1, help="of what is drawn (1)")
-    parser.add_argument("--minutes", type=positive, metavar="N", help="begin nothing new after so long")
+    parser.add_argument("--flips", type=positive, default=20, metavar="N", help="flips of each kind (20)")
+    parser.add_argument("--seed", type=int, default=1, help="the seed of all that is drawn (1)")
+    parser.add_argument("--minutes", type=positive, metavar="N", help="begin no new flip after N minutes")
     parser.add_argument(
-        "--processes", type=positive, default=1, metavar="N", help="at a time, with the same outcome (1)"
+        "--processes", type=positive, default=1, metavar="N", help="processes; the counts do not depend on it (1)"
     )
     parser.add_argument("--write", action="store_true", help="replace docs/results/drill.json and docs/drill.png")
 
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
                 found[kind] += outcomes
                 progress.advance(task, len(outcomes))
     payload = _payload(args, found)
-    for table in tables.drill(payload):
+    for table in tested.drill(payload):
         console.print(table.markdown(), markup=False, highlight=False, soft_wrap=True)
     if args.write:
         console.print(

@@ -1,22 +1,24 @@
 """The tables of measured results, built from docs/results/*.json alone.
 
-`python -m optimized.commands.tables` puts them between two marks: two tables into README.md, all of them into
-docs/results.md. tests/pages/test_readme.py fails if a page and the results disagree. A benchmark's module builds its
-tables.
+`python -m optimized.commands.tables` writes them: two tables and a sentence between marks of README.md, the table of
+checks in docs/numerics.md, and a page for each group, docs/results/<group>.md, with docs/results.md as their index.
+tests/pages/test_readme.py fails if a page and the results disagree. A benchmark's module builds its tables.
 """
 
 import importlib
 import pkgutil
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from optimized import bench, measure
 from optimized.bench import Payload
 from optimized.bench.kernels import gemm
-from optimized.bench.layers import layer_tables, rowwise_torchao
-from optimized.bench.table import Table, origin, table
-from reference.inspect.drills.drill import OUTCOMES
+from optimized.bench.layers import layer_tables, rowwise_torchao, small_layers
+from optimized.bench.models import seeds, train, trainer
+from optimized.bench.table import Table, about
+from optimized.commands import tested
 from reference.support import files
 
 _GEMMS = ("gemm", "gemm_blocks", "gemm_epilogue", "gemm_shapes", "gemm_equality", "ladder")
@@ -32,6 +34,7 @@ _MODULES = (
     "layer",
     "layer_recipes",
     "layer_sweep",
+    "small_layers",
     "rowwise_torchao",
     "stats",
     "timeline",
@@ -48,165 +51,130 @@ _PLACES = {name.rpartition(".")[2]: name for name in _FOUND}
 BENCHMARKS: tuple[Any, ...] = tuple(importlib.import_module(_PLACES[name]) for name in _MODULES)
 
 
-def gpu_suite(payload: Payload) -> list[Table]:
-    """The outcome of the GPU suite."""
-    row = (f"`{payload['command']}`", str(payload["passed"]), str(payload["failed"]))
-    how = "Tests that ran on a GPU, most of which compare every bit of an op or layer with the CPU's."
-    return [table(payload, "The GPU suite", ("command", "passed", "failed"), [row], how)]
-
-
-def parity(payload: Payload) -> list[Table]:
-    """How many words of an H200 a CPU has computed again."""
-    rows = [(row["of"], f"{row['words']:,}", f"{row['different']:,}") for row in payload["rows"]]
-    how = (
-        "An H200 computed the words; a CPU computed each of them again. The recording of our kernels keeps an output "
-        "of more than 96 words as a digest of 128 bits: if it is equal, every word is. Two of cuBLASLt's shapes "
-        "are computed with K in slices, as cuBLASLt does there; the length of a slice was found by trial."
-    )
-    columns = ("recorded on an H200", "words compared", "words different")
-    note = f"`{payload['command']}`, {payload['provenance']['date'][:10]}."
-    return [Table("Recordings", columns, tuple(rows), how, note)]
-
-
-def transformer_engine(payload: Payload) -> list[Table]:
-    """Words of Transformer Engine compared with ours, by op on its own arguments, and by layer."""
-    ops = []
-    for op in dict.fromkeys(row["op"] for row in payload["ops"]):
-        rows = [row for row in payload["ops"] if row["op"] == op]
-        equal = [row for row in rows if not row["different"]]
-        if equal:
-            parts = ", ".join(row["part"] for row in equal)
-            ops.append((op, parts, f"{sum(row['compared'] for row in equal):,}", "0", ""))
-        for row in rows:
-            if row["different"]:
-                ops.append((op, row["part"], f"{row['compared']:,}", f"{row['different']:,}", row["why"]))
-    layers = []
-    for case in dict.fromkeys(row["case"] for row in payload["cases"]):
-        rows = [row for row in payload["cases"] if row["case"] == case]
-        different = [row for row in rows if row["different"]]
-        why = "; ".join(different[0]["ops"]) if different else ""
-        counts = (sum(row["compared"] for row in rows), sum(row["different"] for row in different))
-        layers.append((case, f"{len(rows) - len(different)} of {len(rows)}", *(f"{n:,}" for n in counts), why))
-    words = ("words compared", "words different", "why")
-    return [
-        table(
-            payload,
-            "Transformer Engine's ops",
-            ("op", "part", *words),
-            ops,
-            "Each call that its layers made on an H200, repeated by `reference` on the same arguments.",
-        ),
-        table(
-            payload,
-            "Transformer Engine's layers",
-            ("layer", "tensors equal", *words),
-            layers,
-            "Six training steps, each from the state that Transformer Engine had; the last column names the ops that "
-            "differ within a step.",
-        ),
-    ]
-
-
-def mutation(payload: Payload) -> list[Table]:
-    """How many mutants the fast tests kill."""
-    counts = payload["mutants"]
-    drawn, killed = counts["drawn"], counts["killed"]
-    same = sum((one["judged"] or "").startswith("Changes nothing") for one in payload["survivors"])
-    shares = f"{killed / drawn:.1%}", f"{killed / (drawn - same):.1%}"
-    columns = ("command", "drawn", "killed", "survived", "change nothing", "killed of all", "of the others")
-    row = (f"`{payload['command']}`", *map(str, (drawn, killed, drawn - killed, same)), *shares)
-    how = "Small changes of the Python source, drawn at random: a change that no test notices has survived."
-    note = (
-        f"{payload['tool']} knows {counts['known']} changes; each survivor is judged in docs/results/mutation.json. "
-        "Some change nothing that a program can see, such as `==` for `is` between types: the last column leaves them "
-        "out."
-    )
-    if "by_time" in counts:
-        note += f" By its time alone a test killed {counts['by_time']}."
-    return [Table("Mutants", columns, (row,), how, note)]
-
-
-def house(payload: Payload) -> list[Table]:
-    """What a change costs in this tree, and what it cost before its rooms."""
-    before, now = payload["before"], payload["now"]
-
-    def row(what: str, number: Callable[[Payload], Any]) -> tuple[str, ...]:
-        return (what, *(f"{number(tree):,}" for tree in (before, now)))
-
-    rows = [
-        row("files of code that a new op touches, median", lambda tree: tree["op"]["files"]),
-        row("of these not its own", lambda tree: tree["op"]["others"]),
-        row("Python calls of a TransformerLayer before its first op", lambda tree: tree["before_first_op"]["calls"]),
-        row("of these reads of what a thread holds", lambda tree: tree["before_first_op"]["asked"]),
-        row("circles of modules", lambda tree: len(tree["circles"])),
-        row("lines of source", lambda tree: sum(tree["lines"]["source"].values())),
-        row("lines of tests", lambda tree: sum(tree["lines"]["tests"].values())),
-    ]
-    recipes = [
-        f"{name}'s commits touched {found['files']} files of code, {found['other_source']} of source and "
-        f"{found['other_tests']} of tests not its own."
-        for name, found in payload["recipes"].items()
-    ]
-    suite = payload.get("suite")
-    took = [] if suite is None else [f"The fast suite took {suite['seconds']} s on {suite['cores']} cores."]
-    how = "Counted from the files and the history: what a change costs, and how large the tree is."
-    note = " ".join([*recipes, *took, f"`{payload['command']}`, {payload['provenance']['date'][:10]}."])
-    columns = ("", f"before the rooms ({payload['before_commit']})", "now")
-    return [Table("The tree", columns, tuple(rows), how, note)]
-
-
-def drill(payload: Payload) -> list[Table]:
-    """What became of faults that were injected into a step."""
-    rows = []
-    for kind, found in payload["kinds"].items():
-        outcomes = found["outcomes"]
-        ops = sorted(found["at"].items(), key=lambda one: -one[1])
-        where = ", ".join(name.removeprefix("twin::") for name, _ in ops[:3])
-        counts = (found["flips"], found["changed"], *(outcomes[what] for what in OUTCOMES))
-        rows.append((kind, *(f"{n:,}" for n in counts), where))
-    names = ("no effect", "op and word named", "op named", "a later op named", "not judged", "missed")
-    how = (
-        "One flipped bit in each recorded step of a small TransformerLayer in FP8, and what a replay of the recording "
-        "said; a product, an aligned sum and an accumulator are inside the tensor core's model."
-    )
-    note = (
-        f"`{payload['command']}`, {payload['provenance']['date'][:10]}. Without effect: every result is as without the "
-        f"flip. Not judged: torch's own ops, which the verdict names."
-    )
-    columns = ("what is flipped", "flips", "change a result", *names, "named most often at")
-    return [Table("Flipped bits", columns, tuple(rows), how, note)]
-
-
 BUILDERS: dict[str, Callable[[Payload], list[Table]]] = {
     **{module.NAME: module.tables for module in BENCHMARKS},
-    "parity": parity,
-    "gpu_suite": gpu_suite,
-    "mutation": mutation,
-    "house": house,
-    "drill": drill,
-    "transformer_engine": transformer_engine,
+    "parity": tested.parity,
+    "gpu_suite": tested.gpu_suite,
+    "mutation": tested.mutation,
+    "house": tested.house,
+    "drill": tested.drill,
+    "transformer_engine": tested.transformer_engine,
 }
-DETAILS = {  # more tables of a result, for docs/results.md
+DETAILS = {  # more tables of a result
     "layer_ops": ("layer", layer_tables.layer_ops),
     "layer_memory": ("layer", layer_tables.layer_memory),
 }
-GROUPS = {
-    "GEMM": _GEMMS,
-    "Casts, norms, activations": ("cast_transpose", "norm", "activation"),
-    "Attention": ("attention",),
-    "Loss and embedding": ("cross_entropy", "embedding"),
-    "Optimizer": ("adam",),
-    "The layer": (
-        *("layer", "layer_recipes", "rowwise_torchao", "layer_sweep", "timeline", *DETAILS),
-        *("stats", "decode", "first_step"),
+README_RESULTS = ("layer", "small_layers", "train", "trainer", "gemm", "seeds", "gemm_equality", "rowwise_torchao")
+"""The results that README's rows show and that depend on kernels."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """A page of results, docs/results/<name>.md: the picture docs/<picture>.png, which shows `shows`, and tables.
+
+    `more` are names and descriptions of pictures after the tables.
+    """
+
+    title: str
+    name: str
+    picture: str
+    shows: str
+    results: tuple[str, ...]
+    more: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def path(self) -> Path:
+        """The page."""
+        return measure.ROOT / "docs" / "results" / f"{self.name}.md"
+
+    def page(self) -> str:
+        """The page's text."""
+        how = "Ours and theirs ran in one run, in an order drawn anew for each round."
+        how = how if self.name != "tested" else "What was compared, injected and counted."
+        again = "[All results](../results.md), and how to measure again."
+        first, *others = (f"![{shows}](../{name}.png)" for name, shows in ((self.picture, self.shows), *self.more))
+        return "\n\n".join([f"# {self.title}", first, f"{how} {again}", markdown(self.results), *others]) + "\n"
+
+    def entry(self) -> str:
+        """The group in the index: a heading, to which other pages link, and its tables' titles."""
+        titles = dict.fromkeys(one.title.partition(":")[0] for name in self.results for one in recorded(name))
+        listed = "; ".join(titles) or "nothing has been recorded yet"
+        return f"## {self.title}\n\n[{self.title}: tables and picture](results/{self.name}.md): {listed}."
+
+
+GROUPS = (
+    Group(
+        "GEMM",
+        "gemm",
+        "gemm_shapes",
+        "Dots show our speed over cuBLASLt's, by the size of a GEMM",
+        _GEMMS,
+        (
+            ("gemm_roofline", "Our GEMMs and cuBLASLt's under the roof of memory and tensor cores"),
+            ("ladder", "TFLOP/s of each rung of the ladder, and cuBLASLt's"),
+        ),
     ),
-    "Training": ("single_gpu", "training", "train", "seeds", "trainer"),
-    "How it was tested": ("parity", "transformer_engine", "gpu_suite", "mutation", "drill", "house"),
-}
-PICTURES = {  # of a group, above its tables
-    "Attention": "![Bars show TFLOP/s by sequence, forward and backward: exact attention and cuDNN's](attention.png)",
-    "How it was tested": "![Bars show what became of flipped bits, by what was flipped: none was missed](drill.png)",
-}
+    Group(
+        "Casts, norms, activations",
+        "casts",
+        "casts",
+        "Bars show the bandwidth of casts, norms and activations as a share of a copy's",
+        ("cast_transpose", "norm", "activation"),
+    ),
+    Group(
+        "Attention",
+        "attention",
+        "attention",
+        "Bars show TFLOP/s by sequence, forward and backward: exact attention and cuDNN's",
+        ("attention",),
+    ),
+    Group(
+        "Loss and embedding",
+        "loss",
+        "loss",
+        "Bars show the bandwidth of cross-entropy and embedding as a share of a copy's",
+        ("cross_entropy", "embedding"),
+    ),
+    Group(
+        "Optimizer",
+        "optimizer",
+        "optimizer",
+        "Bars show the time of an optimizer's step, ours and PyTorch's",
+        ("adam",),
+    ),
+    Group(
+        "The layer",
+        "layer",
+        "speed",
+        "Four bars: a layer's step in compiled PyTorch, Transformer Engine, Twin Engine; its GEMMs and attention alone",
+        (
+            *("layer", "layer_recipes", "rowwise_torchao", "layer_sweep", "small_layers", "timeline", *DETAILS),
+            *("stats", "decode", "first_step"),
+        ),
+        (
+            ("layer", "Bars show a layer's step by each contestant, and what our FP8 steps consist of"),
+            ("layer_sweep", "Lines show how many times faster than PyTorch a layer is, by width and by tokens"),
+        ),
+    ),
+    Group(
+        "Training",
+        "training",
+        "train",
+        "Left: losses of a GPT over 2,000 steps. Right: tokens per second beside compiled PyTorch",
+        ("train", "seeds", "trainer", "training", "single_gpu"),
+        (
+            ("seeds", "Losses by recipe; beside bf16's, a band over seeds; the last tenth"),
+            ("single_gpu", "Bars show samples a second and GiB of a BERT's training; each row adds one technique"),
+        ),
+    ),
+    Group(
+        "How it was tested",
+        "tested",
+        "drill",
+        "Bars show what became of flipped bits, by what was flipped: none was missed",
+        ("parity", "transformer_engine", "gpu_suite", "mutation", "drill", "house"),
+    ),
+)
 
 
 def load(name: str) -> Payload | None:
@@ -235,94 +203,130 @@ def recorded(name: str) -> list[Table]:
 
 
 def markdown(names: Iterable[str] = tuple(BUILDERS)) -> str:
-    """Every recorded table, as docs/results.md shows them."""
+    """Every recorded table of some results."""
     found = [one.markdown() for name in names for one in recorded(name)]
     return "\n\n".join(found) if found else "Nothing has been recorded yet."
 
 
+def losses() -> str:
+    """README's sentence about FP8's loss beside bf16's."""
+    return _built("seeds", seeds.sentence) or "Nothing has been recorded yet."
+
+
 def summary() -> str:
-    """README's table: the layer against PyTorch and Transformer Engine, the GEMM against cuBLASLt."""
+    """README's table: the layer against PyTorch and Transformer Engine, training, the GEMM against cuBLASLt."""
     layers, products = _built("layer", layer_tables.summary), _built("gemm", gemm.summary)
     if layers is None or products is None:
         return "Nothing has been recorded yet."
+    rows = [
+        *layers,
+        *(_built("small_layers", small_layers.summary) or ()),
+        *(_built("train", train.summary) or ()),
+        *(_built("trainer", trainer.summary) or ()),
+        products,
+    ]
     how = "How many times faster FP8 is here than others in the same run; [all results](docs/results.md)."
     note = (
-        "Forward and backward of one layer on one GPU. PyTorch's time is that of its fastest variant, with cuDNN's "
-        "attention; Transformer Engine chooses its attention itself. A CPU reproduces the bits of exact attention. "
-        "Layers run eagerly; in the small one the host's time dominates."
+        "A layer's time is forward and backward: ours with exact attention, whose bits a CPU reproduces, PyTorch's in "
+        "its fastest variant, with cuDNN's attention. "
+        f"{_built('layer', layer_tables.launches)} {_built('layer', about)}"
     )
+    old = outdated()
+    if old:
+        note += f" **Measured before the last change of their kernels: {', '.join(old)}.**"
     columns = ("on one H200", "Twin Engine, FP8", "compared with", "faster")
-    one = Table("Speed", columns, (*layers, products), how, f"{note} {_built('layer', origin)}")
-    return one.markdown()
+    return Table("Speed", columns, tuple(rows), how, note).markdown()
+
+
+def outdated() -> list[str]:
+    """README's results that are older than one of their kernels."""
+    return [name for name in README_RESULTS if _built(name, measure.outdated)]
+
+
+_THEIR_OWN = "norms, activations, fused additions"
+# README's rows of equality: how each is checked on any CPU, and on a Hopper GPU.
+_REPLAY = "`twin parity --replay`"
+_COMPARE = "`python tests/golden/record_transformer_engine.py --compare` counts again; `git diff docs/results` is empty"
+_RECORD = "the same, where Transformer Engine is installed, with `optimized/recordings/data`; then `--compare`"
+_TENSOR_CORE = "`python tests/golden/record_tensor_core.py optimized/recordings/data`, then `twin parity --replay`"
+CHECKS: dict[str, tuple[str, str]] = {
+    "our kernels: every op and layer": (_REPLAY, "`twin parity`; in a clone `pytest -m gpu --require-gpu`"),
+    "an H200's tensor cores, single steps": (_REPLAY, _TENSOR_CORE),
+    "cuBLASLt: GEMMs": (_REPLAY, _TENSOR_CORE),
+    "cuBLASLt: a Linear's six training steps": (
+        _REPLAY,
+        "`python tests/golden/record_linear.py optimized/recordings/data`, then `twin parity --replay`",
+    ),
+    "our GEMM and cuBLASLt's on one GPU": ("needs a GPU", "`twin bench gemm_equality`"),
+    "our row-wise `Linear` and torchao's on one GPU": (
+        "`pytest tests/recipes/test_rowwise_scaling.py -k torchaos`: its definition in plain PyTorch",
+        "`twin bench rowwise_torchao`, where torchao is installed",
+    ),
+    "Transformer Engine: casts, GEMMs, scales": (_COMPARE, _RECORD),
+    f"Transformer Engine: {_THEIR_OWN}": (_COMPARE, _RECORD),
+    "Transformer Engine: layers without attention": (_COMPARE, _RECORD),
+}
+
+
+def checks() -> str:
+    """docs/numerics.md's table: how to check every row of README's table of equality."""
+    columns = ("row of README's table", "on any CPU, from recordings", "on a Hopper GPU, anew")
+    lines = ["| " + " | ".join(columns) + " |", "| --- | --- | --- |"]
+    return "\n".join([*lines, *(f"| {name} | {cpu} | {gpu} |" for name, (cpu, gpu) in CHECKS.items())])
 
 
 def equality() -> str:
-    """README's table of what has the same bits."""
+    """README's table of what has the same bits; the names of its rows are those of `CHECKS`."""
     recorded_rows, problems = _built("parity", lambda payload: payload["rows"]), _built("gemm_equality", dict)
     if recorded_rows is None or problems is None:
         return "Nothing has been recorded yet."
     sliced = {"cuBLASLt: GEMMs": "K in slices for two shapes; their length was found by trial"}
     rows: list[tuple[str, ...]] = [
-        (f"CPU and {row['of']}", f"{row['words']:,}", f"{row['different']:,}", sliced.get(row["of"], ""))
+        (row["of"], f"{row['words']:,}", f"{row['different']:,}", sliced.get(row["of"], ""))
         for row in recorded_rows
         if not row["of"].startswith("Transformer Engine")  # op by op below
     ]
     whys = "; ".join(dict.fromkeys(row["why"] for row in problems["rows"] if row["differing_words"]))
     count, equal = problems["problems"], problems["problems_with_every_word_equal"]
-    rows.append(
-        (
-            f"our GEMM and cuBLASLt's on one GPU, {count} problems, {equal} of them equal in every word",
-            f"{problems['words']:,}",
-            f"{problems['differing_words']:,}",
-            whys,
-        )
-    )
+    words = (f"{problems[name]:,}" for name in ("words", "differing_words"))
+    rows.append(("our GEMM and cuBLASLt's on one GPU", *words, f"{equal} of {count} GEMMs have every word; {whys}"))
     rows += _built("rowwise_torchao", rowwise_torchao.equality) or []
     theirs = _built("transformer_engine", lambda payload: payload["ops"]) or []
-    for what, differs in (("all else", False), ("norms, activations, fused additions", True)):
-        names = {row["op"] for row in theirs if row["different"]}
+    names = {row["op"] for row in theirs if row["different"]}
+    for what, differs in (("casts, GEMMs, scales", False), (_THEIR_OWN, True)):
         mine = [row for row in theirs if (row["op"] in names) == differs]
-        if mine:
-            counts = (sum(row["compared"] for row in mine), sum(row["different"] for row in mine))
-            plain = (
-                row["op"].removeprefix("current ").removeprefix("block ").removesuffix(" in 16 bits") for row in mine
-            )
-            what = what if differs else ", ".join(dict.fromkeys(plain))
-            why = "its own roundings ([each op](docs/results.md#how-it-was-tested))" if differs else ""
-            rows.append((f"CPU and Transformer Engine: {what}", *(f"{n:,}" for n in counts), why))
+        why = "its own roundings ([each op](docs/results/tested.md))" if differs else ""
+        rows += _counted(f"Transformer Engine: {what}", mine, why)
     layers = _built("transformer_engine", lambda payload: payload["cases"]) or []
-    others = ("current scaling", "block scaling")
-    for recipe in ("delayed scaling", *others):
-        mine = [
-            row for row in layers if next((one for one in others if one in row["case"]), "delayed scaling") == recipe
-        ]
-        if mine:
-            what = f"{len({row['case'] for row in mine})} layers without attention, {recipe}"
-            counts = (sum(row["compared"] for row in mine), sum(row["different"] for row in mine))
-            why = "norms, activations and fused additions, inside layers"
-            rows.append((f"CPU and Transformer Engine: {what}", *(f"{n:,}" for n in counts), why))
-    how = "A word is one number of a result: 32, 16 or 8 bits."
-    note = (
-        "`twin parity --replay` compares what must be equal with the recordings again, on any CPU, in half a minute. "
-        "[How to check every row](docs/numerics.md#9-how-to-check-it), on your own GPU too."
-    )
+    rows += _counted("Transformer Engine: layers without attention", layers, f"{_THEIR_OWN} inside them")
+    how = "A CPU's words (numbers of a result) beside those of an H200; two rows compare libraries on one GPU."
+    note = "[How to check every row](docs/numerics.md#9-how-to-check-it), on your own GPU too."
     return Table("Equality", ("compared", "words", "words different", "why"), tuple(rows), how, note).markdown()
 
 
-def everything() -> str:
-    """Every table by group, with the group's picture, for docs/results.md."""
-    parts = ((f"## {title}", PICTURES.get(title), markdown(names)) for title, names in GROUPS.items())
-    return "\n\n".join(part for group in parts for part in group if part is not None)
+def _counted(what: str, rows: list[Payload], why: str) -> list[tuple[str, ...]]:
+    """A row with the sums of some rows, if there are any."""
+    counts = (sum(row[name] for row in rows) for name in ("compared", "different"))
+    return [(what, *(f"{n:,}" for n in counts), why)] if rows else []
+
+
+def index() -> str:
+    """docs/results.md: a heading and a link for each group."""
+    return "\n\n".join(group.entry() for group in GROUPS)
 
 
 PAGES: dict[Path, dict[str, Callable[[], str]]] = {
-    measure.ROOT / "README.md": {"equality": equality, "results": summary},
-    measure.ROOT / "docs" / "results.md": {"results": everything},
+    measure.ROOT / "README.md": {"losses": losses, "equality": equality, "results": summary},
+    measure.ROOT / "docs" / "numerics.md": {"checks": checks},
+    measure.ROOT / "docs" / "results.md": {"results": index},
+    **{group.path: {"": group.page} for group in GROUPS},  # built as a whole
 }
 
 
 def updated(path: Path) -> str:
     """A page's text with the tables between its marks."""
+    if "" in PAGES[path]:
+        return PAGES[path][""]()
     page = path.read_text("utf-8")
     for name, content in PAGES[path].items():
         begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
@@ -333,6 +337,6 @@ def updated(path: Path) -> str:
 
 
 if __name__ == "__main__":
-    measure.repository("the tables of README.md and docs/results.md")
+    measure.repository("the tables of README.md and docs/")
     for path in PAGES:
         files.write(path, updated(path))

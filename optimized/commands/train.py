@@ -2,12 +2,12 @@
 
     twin train                                     the smallest model on Python's standard library, with delayed scaling
     twin train notes/ --size micro --precision bf16
-    twin train --resume                            go on where a run was killed, to the same bits
+    twin train --resume                            continue a run that was killed; the bits are the same
     torchrun --nproc-per-node 4 --no-python -- twin train --data-parallel --groups 8 --accumulate 8
-                                                   so many processes share each step, to the bits of one
+                                                   4 processes share each step; the bits are those of one process
 
 The folder of a run has checkpoint.safetensors, metrics.jsonl, loss.png and what was recorded. `--verify N` prints a
-SHA-256 of weights, moments, scales, histories and random states every N steps. Losses are in nats per byte.
+SHA-256 of weights, moments, scales, histories and random states every N steps. Losses are shown in bits per byte.
 """
 
 import argparse
@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import reference as te
+from optimized.bench import bits
 from optimized.commands import CommandError, outputs, positive, ranks
 from optimized.cuda import device
 from optimized.training import checkpoint, corpus
@@ -57,7 +58,7 @@ OPTIONS: tuple[tuple[str, str, Any, str], ...] = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("text", nargs="*", type=Path, help="files and folders (default: Python's standard library)")
     parser.add_argument("--size", choices=SIZES, help="the model (default: nano)")
-    parser.add_argument("--precision", choices=RECIPES, help="of the layers' linear maps (default: delayed)")
+    parser.add_argument("--precision", choices=RECIPES, help="precision of the linear layers (default: delayed)")
     for option, name, parse, what in OPTIONS:
         parser.add_argument(option, dest=name, type=parse, help=f"{what} (nano: {getattr(SIZES['nano'], name)})")
     parser.add_argument("--recompute", action="store_const", const=True, help="activation checkpointing")
@@ -67,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--fsdp", action="store_true", help="--data-parallel, with weights and moments divided, too")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: the GPU, if there is a Hopper GPU")
     parser.add_argument("--output", type=Path, default=Path("twin_train"), help="the run's folder (./twin_train)")
-    parser.add_argument("--resume", action="store_true", help="go on with the run in the folder, if there is one")
+    parser.add_argument("--resume", action="store_true", help="continue the run in the folder, if there is one")
     for option, default, what in (
         ("--save", 100, "write the checkpoint every N steps, and at the end"),
         ("--evaluate", 100, "the loss on held-out text every N steps"),
@@ -77,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--verify", type=positive, metavar="N", help="print a SHA-256 of all state every N steps")
     parser.add_argument("--record", type=positive, metavar="STEP", help="record this step for `twin replay`")
     parser.add_argument("--sample", type=positive, metavar="N", help="at the end, let the model write N bytes")
-    parser.add_argument("--prompt", help=f"what it continues (default: {PROMPT!r})")
+    parser.add_argument("--prompt", help=f"the text that the model continues (default: {PROMPT!r})")
 
 
 def _settings(args: argparse.Namespace, stored: Settings | None) -> Settings:
@@ -283,7 +284,8 @@ class _Run:
                 if value is not None and not math.isfinite(value):
                     raise self._broken(number, f"the {what} of step {number} is {value}")
         self.pending.clear()
-        shown = f"loss {losses[-1]:.4f}  {speed['tokens_per_second']:,.0f} tokens/s  {speed['tflops']:.3g} TFLOP/s"
+        fast = f"{speed['tokens_per_second']:,.0f} tokens/s  {speed['tflops']:.3g} TFLOP/s"
+        shown = f"{bits(losses[-1]):.3f} bits/byte  {fast}"
         self.bar.update(self.task, numbers=shown)
 
     def _broken(self, number: int, what: str) -> CommandError:

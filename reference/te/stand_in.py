@@ -1,7 +1,7 @@
 """`install_as_transformer_engine`: afterwards `import transformer_engine.pytorch as te` gives Twin Engine.
 
-    import reference
-    reference.install_as_transformer_engine()                 # or `optimized`
+    import twin_engine
+    twin_engine.install_as_transformer_engine()               # on a CPU: twin_engine.reference
 
     import transformer_engine.pytorch as te                   # unmodified programs from here on
     from transformer_engine.common.recipe import DelayedScaling, Format

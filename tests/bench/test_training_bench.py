@@ -51,7 +51,7 @@ def test_the_recorded_runs_have_a_table_and_a_picture(monkeypatch: pytest.Monkey
     curves, words = drawn[0].axes
     assert curves.get_xlabel() == "training step"
     texts = [one.get_text() for one in words.texts]
-    assert texts[1:7] == texts[8:14] != texts[15:21]  # the H200's words, this CPU's, an ordinary sum's
+    assert texts[1:6] == texts[7:12] != texts[13:18]  # the H200's words, this CPU's, an ordinary sum's
 
 
 def test_runs_of_a_seed_begin_alike_in_every_precision() -> None:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 import statistics
 from dataclasses import asdict, replace
 from functools import partial
@@ -57,7 +58,7 @@ def test_training_steps(monkeypatch: pytest.MonkeyPatch) -> None:
         speeds = [
             (f"{x['ms']['median']:.1f}", f"{x['tokens_per_second']:,.0f}", f"{x['tflops']:.0f}") for x in (row, large)
         ]
-        first.append((name, *speeds[0], "1.000"))
+        first.append((name, *speeds[0], "1.443"))  # a nat in bits
         second.append((name, *speeds[1], f"{large['peak_bytes'] / 2**30:.1f}"))
         assert bool(launches(together.noted[name])) == name.startswith("Twin Engine")
     is_table(ran.tables[0], ("", "ms a step", "tokens/s", "TFLOP/s", "loss"), first)
@@ -98,7 +99,7 @@ def test_losses_by_seed(monkeypatch: pytest.MonkeyPatch) -> None:
         beside.insert(1, f"{sum(more) / 2:+.2f} %")
         speed = f"{5000 + 10 * (first + second + 2) / 2:,.0f}"
         beside = ["–"] * 3 if precision == "bf16" else beside
-        cells.append((label, f"{tails[first]:.4f}", f"{tails[second]:.4f}", *beside, speed))
+        cells.append((label, *(f"{tails[one] / math.log(2):.4f}" for one in (first, second)), *beside, speed))
     beside_bf16 = ("beside bf16, by seed", "mean", "of held-out text, by seed")
     columns = ("124 million parameters", "seed 2026", "seed 2027", *beside_bf16, "tokens/s")
     is_table(ran.tables[0], columns, cells)

@@ -190,17 +190,33 @@ def test_bench_lists_every_benchmark_and_its_results(results: Path, capsys: pyte
 
 def test_readme_shows_one_small_table() -> None:
     rows = [line for line in tables.summary().splitlines() if line.startswith("|")][2:]
-    assert 4 <= len(rows) <= 6
+    assert 4 <= len(rows) <= 8
     assert "cuBLASLt" in rows[-1]
+    assert all("tokens/s" in row for row in rows if "training" in row or "Trainer" in row)
+
+
+@pytest.mark.parametrize("name", tables.README_RESULTS)
+def test_no_row_of_readme_is_older_than_its_kernels(name: str) -> None:
+    payload = tables.load(name)
+    assert payload is not None, f"{name} has not been measured: `twin bench {name} --write` on a Hopper GPU"
+    changed = measure.outdated(payload)
+    assert not changed, f"{', '.join(changed)} changed after {name} was measured: `twin bench {name} --write` again"
+
+
+def test_the_rows_that_are_checked_are_readmes_rows() -> None:
+    named = [line.split(" | ")[0].removeprefix("| ") for line in tables.equality().splitlines() if line[:2] == "| "]
+    assert named[2:] == list(tables.CHECKS)
+    assert [line.split(" | ")[0].removeprefix("| ") for line in tables.checks().splitlines()][2:] == named[2:]
 
 
 def test_results_has_every_table_and_says_how_to_read_it() -> None:
-    assert sorted(name for names in tables.GROUPS.values() for name in names) == sorted(
+    assert sorted(name for group in tables.GROUPS for name in group.results) == sorted(
         [*tables.BUILDERS, *tables.DETAILS]
     )
-    page = (ROOT / "docs" / "results.md").read_text("utf-8")
-    for names in tables.GROUPS.values():
-        for table in (table for name in names for table in tables.recorded(name)):
+    for group in tables.GROUPS:
+        page = group.path.read_text("utf-8")
+        assert page.startswith(f"# {group.title}\n\n![")
+        for table in (table for name in group.results for table in tables.recorded(name)):
             assert table.markdown() in page
             assert re.fullmatch(r"[A-Z0-9].+\.", table.how), table.title
 

@@ -40,7 +40,7 @@ INTRO = f"""# Transformer Engine's API
 
 Here is every public name and argument of Transformer Engine {API["version"]}'s PyTorch API, and what Twin Engine does
 with it. Names, their order and their defaults are the same. What is not offered raises an error that names it and says
-what is accepted; nothing is ignored in silence. `te` is `reference` or `optimized`.
+what is accepted; nothing is ignored in silence. `te` is `twin_engine`, or on a CPU `twin_engine.reference`.
 
 `te.install_as_transformer_engine()` lets unmodified programs run: after it `import transformer_engine.pytorch` gives
 Twin Engine ([reference/te/stand_in.py](../reference/te/stand_in.py)).

@@ -144,8 +144,8 @@ def counts(payload: Payload, *names: str) -> tuple[str, str]:
 
 def equality(payload: Payload) -> list[tuple[str, ...]]:
     """README's row of what has the same bits; none where torchao was not installed."""
-    what = f"our row-wise `Linear` and torchao {payload['torchao']}'s on one GPU: y, dx and dw, two recipes"
-    return [(what, *counts(payload, *payload["words"]), "")] if payload["words"] else []
+    what, which = "our row-wise `Linear` and torchao's on one GPU", "y, dx and dw, two recipes"
+    return [(what, *counts(payload, *payload["words"]), which)] if payload["words"] else []
 
 
 def tables(payload: Payload) -> list[Table]:

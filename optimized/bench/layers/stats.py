@@ -102,7 +102,7 @@ def tables(payload: Payload) -> list[Table]:
     ]
     columns = ("layer", "off", "between two", "measured", "and another recipe", f"cost of 1 in {payload['every']}")
     how = (
-        "Median milliseconds of a training step in FP8: nobody measures it; `collect_stats` is open, between two "
+        "Median milliseconds of a training step in FP8: without statistics; `collect_stats` is open, between two "
         "measured steps; it is measured; it is measured and `Float8CurrentScaling` is tried beside. The last column: "
         f"what a training loop loses that measures every {payload['every']}th step."
     )

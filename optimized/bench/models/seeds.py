@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from optimized import measure
-from optimized.bench import Payload, Progress, last_tenth, result, silent
+from optimized.bench import Payload, Progress, bits, last_tenth, result, silent
 from optimized.bench.layers import layer
 from optimized.bench.models import train
 from optimized.bench.plots import BLUE, GREEN, GREY, ORANGE, PURPLE, drawing
@@ -188,7 +188,7 @@ def _by_seed(payload: Payload) -> dict[int, dict[str, dict[str, Any]]]:
     return {seed: runs for seed, runs in found.items() if "bf16" in runs}
 
 
-def _of(payload: Payload) -> Iterator[tuple[str, dict[int, dict[str, dict[str, Any]]]]]:
+def by_precision(payload: Payload) -> Iterator[tuple[str, dict[int, dict[str, dict[str, Any]]]]]:
     """Each precision that was run, and the seeds that have it."""
     for precision in LABELS:
         of = {seed: runs for seed, runs in _by_seed(payload).items() if precision in runs}
@@ -205,9 +205,9 @@ def tables(payload: Payload) -> list[Table]:
     seeds = _by_seed(payload)
     timed = all("tokens_per_second" in one for one in payload["runs"])
     rows = []
-    for precision, of in _of(payload):
+    for precision, of in by_precision(payload):
         more = [tail(runs[precision]) / tail(runs["bf16"]) - 1 for runs in of.values()]
-        cells = [f"{tail(seeds[seed][precision]):.4f}" if seed in of else "–" for seed in seeds]
+        cells = [f"{bits(tail(seeds[seed][precision])):.4f}" if seed in of else "–" for seed in seeds]
         unseen = [runs[precision]["held_out"] / runs["bf16"]["held_out"] - 1 for runs in of.values()]
         above, mean, held_out = map(_percents, (more, [sum(more) / len(more)], unseen))
         cells += ("–",) * 3 if precision == "bf16" else (above, mean, held_out)
@@ -216,14 +216,35 @@ def tables(payload: Payload) -> list[Table]:
         rows.append((LABELS[precision], *cells))
     settings = payload["settings"]
     tokens = settings["accumulate"] * settings["rows"] * settings["sequence"]
-    how = f"Mean loss of the last tenth of {settings['steps']:,} steps of {tokens:,} bytes, in nats per byte. "
+    how = f"Mean loss of the last tenth of {settings['steps']:,} steps of {tokens:,} bytes, in bits per byte. "
     how += "Runs of one seed have the same first weights and the same bytes. Held-out text: no run was trained on it."
     beside = ("beside bf16, by seed", "mean", "of held-out text, by seed")
     columns = ("124 million parameters", *(f"seed {seed}" for seed in seeds), *beside)
     return [table(payload, "A GPT's loss by precision and seed", columns + ("tokens/s",) * timed, rows, how)]
 
 
-def _band(axes: Any, x: Any, of_seeds: Any, precision: str) -> None:
+def curve(of: dict[int, dict[str, dict[str, Any]]], precision: str, few: int) -> Any:
+    """The losses `[seeds, steps / few]` of a precision, each the mean of `few` steps."""
+    losses = np.array([one[precision]["losses"] for one in of.values()])
+    return losses[:, : losses.shape[1] // few * few].reshape(len(of), -1, few).mean(2)
+
+
+def sentence(payload: Payload) -> str:
+    """README's sentence: how far FP8's loss ends from bf16's of the same seed."""
+    recipes = [(precision, of) for precision, of in by_precision(payload) if precision != "bf16"]
+    more = [tail(runs[name]) / tail(runs["bf16"]) - 1 for name, of in recipes for runs in of.values()]
+    count, steps = len(_by_seed(payload)), payload["settings"]["steps"]
+
+    def beside(share: float) -> str:
+        return f"{abs(100 * share):.1f} % {'above' if share > 0 else 'below'}"
+
+    return (
+        f"A GPT of 124 million parameters was trained for {steps:,} steps from {count} seeds. At the end its loss in "
+        f"{len(recipes)} recipes of FP8 is between {beside(min(more))} and {beside(max(more))} that in bf16."
+    )
+
+
+def band(axes: Any, x: Any, of_seeds: Any, precision: str) -> None:
     """The mean over seeds as a line, and all between the least and the greatest as a band."""
     axes.plot(x, np.mean(of_seeds, 0), color=COLOURS[precision], linewidth=1.2, label=LABELS[precision])
     axes.fill_between(x, np.min(of_seeds, 0), np.max(of_seeds, 0), color=COLOURS[precision], alpha=0.2, linewidth=0)
@@ -232,22 +253,19 @@ def _band(axes: Any, x: Any, of_seeds: Any, precision: str) -> None:
 def plot(payload: Payload) -> None:
     """Draw docs/seeds.png: the losses, how far FP8's are from those of bf16 of the same seed, and the last tenth."""
     with drawing("seeds", 1, 3, (13, 3.8), width_ratios=(4, 5, 3)) as (_, (curves, differences, ends)):
-        found = list(_of(payload))
+        found = list(by_precision(payload))
         for place, (precision, of) in enumerate(found):
             few = max(1, payload["settings"]["steps"] // 50)
-            runs, bf16 = (
-                np.array([one[name]["losses"] for one in of.values()]).reshape(len(of), -1, few).mean(2)
-                for name in (precision, "bf16")
-            )
+            runs, bf16 = (curve(of, name, few) for name in (precision, "bf16"))
             steps = few * (np.arange(runs.shape[1]) + 0.5)
-            _band(curves, steps, runs, precision)
+            band(curves, steps, bits(runs), precision)
             if precision != "bf16":
-                _band(differences, steps, 100 * (runs / bf16 - 1), precision)
+                band(differences, steps, 100 * (runs / bf16 - 1), precision)
                 more = [100 * (tail(one[precision]) / tail(one["bf16"]) - 1) for one in of.values()]
                 ends.plot(more, [place] * len(more), "o", color=COLOURS[precision], markersize=6)
                 ends.plot([sum(more) / len(more)], [place], "|", color=COLOURS[precision], markersize=22)
-        curves.set(xlabel="step", ylabel="nats per byte", title="Loss, 124 million parameters", yscale="log")
-        ticks = (0.5, 0.7, 1, 1.5, 2, 3, 4, 6)
+        curves.set(xlabel="step", ylabel="bits per byte", title="Loss, 124 million parameters", yscale="log")
+        ticks = (0.8, 1, 1.5, 2, 3, 4, 6, 8)
         curves.set_yticks(ticks, labels=map(str, ticks))
         curves.minorticks_off()
         curves.legend()

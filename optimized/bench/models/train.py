@@ -14,7 +14,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from optimized import measure
-from optimized.bench import Payload, Progress, last_tenth, result, silent
+from optimized.bench import Payload, Progress, bits, last_tenth, result, silent
 from optimized.bench.layers import layer
 from optimized.bench.layers.layer_models import Plain
 from optimized.bench.plots import BLUE, GREEN, GREY, ORANGE, drawing
@@ -230,9 +230,9 @@ def tables(payload: Payload) -> list[Table]:
     def speed(row: dict[str, Any]) -> tuple[str, ...]:
         return f"{row['ms']['median']:.1f}", f"{row['tokens_per_second']:,.0f}", f"{row['tflops']:.0f}"
 
-    first = [(row["name"], *speed(row), f"{last_tenth(row['losses']):.3f}") for row in payload["rows"]]
+    first = [(row["name"], *speed(row), f"{bits(last_tenth(row['losses'])):.3f}") for row in payload["rows"]]
     second = [(row["name"], *speed(row), f"{row['peak_bytes'] / 2**30:.1f}") for row in payload["large"]]
-    how = "Median time of whole training steps of one run, contestants in turn; the loss, in nats per byte, is the mean"
+    how = "Median time of whole training steps of one run, contestants in turn; the loss, in bits per byte, is the mean"
     how += " of the last tenth of the steps."
     note = f"{small['steps']} steps of {small['rows'] * small['sequence']:,} tokens."
     other = f"Steps of {large['rows'] * large['sequence']:,} tokens; each contestant by itself."
@@ -249,16 +249,33 @@ def tables(payload: Payload) -> list[Table]:
     ]
 
 
+def summary(payload: Payload) -> list[tuple[str, str, str, str]]:
+    """README's rows: whole training steps in FP8, beside compiled PyTorch's and our own in bf16."""
+    mine, others = next(iter(OURS)), {THEIRS: "PyTorch, compiled, bf16", "Twin Engine, bf16": "here in bf16"}
+    found = []
+    for size, rows in (("124 million", payload["rows"]), ("1.3 billion", payload["large"])):
+        speeds = {row["name"]: row["tokens_per_second"] for row in rows}
+        found.append(
+            (
+                f"training a GPT of {size} parameters",
+                f"{speeds[mine]:,.0f} tokens/s",
+                "; ".join(f"{label}: {speeds[name]:,.0f}" for name, label in others.items()),
+                "; ".join(f"{speeds[mine] / speeds[name]:.2f}×" for name in others),
+            )
+        )
+    return found
+
+
 def plot(payload: Payload) -> None:
     """Draw docs/train.png: the losses, a mean of each few steps, and the speed beside compiled PyTorch's."""
     with drawing("train", 1, 2, (10, 3.6)) as (_, (curves, bars)):
         for row in payload["rows"]:
             losses = row["losses"]
             few = max(1, len(losses) // 100)
-            means = [sum(losses[i : i + few]) / few for i in range(0, len(losses) - few + 1, few)]
+            means = [bits(sum(losses[i : i + few]) / few) for i in range(0, len(losses) - few + 1, few)]
             steps = [i * few + few / 2 for i in range(len(means))]
             curves.plot(steps, means, color=COLOURS[row["name"]], label=row["name"], linewidth=1.2)
-        curves.set(xlabel="step", ylabel="nats per byte", title="Loss, 124 million parameters", yscale="log")
+        curves.set(xlabel="step", ylabel="bits per byte", title="Loss, 124 million parameters", yscale="log")
         curves.yaxis.set_major_formatter("{x:g}")
         curves.yaxis.set_minor_formatter("{x:g}")
         curves.legend()

@@ -196,3 +196,17 @@ def tables(payload: Payload) -> list[Table]:
     versions = " and ".join(f"{name} {version}" for name, version in payload["versions"].items())
     columns = ("", "ms a step", "tokens/s", f"speed over {COMPILED}", "GiB")
     return [table(payload, "Hugging Face's Trainer", columns, rows, how, f"With {versions}.")]
+
+
+def summary(payload: Payload) -> list[tuple[str, str, str, str]]:
+    """README's row: the Trainer after `te.convert`, with its memory, beside the unchanged model."""
+    rows = {row["name"]: row for row in payload["rows"]}
+
+    def cell(row: dict[str, Any]) -> str:
+        return f"{row['tokens_per_second']:,.0f} tokens/s, {row['peak_bytes'] / 2**30:.1f} GiB"
+
+    mine, others = rows[WAYS[0].name], [rows[name] for name in (COMPILED, "bf16")]
+    what = f"Hugging Face's Trainer after `te.convert`, {payload['sizes']['num_hidden_layers']} layers of Llama 3 8B"
+    beside = "; ".join(f"{row['name']}: {cell(row)}" for row in others)
+    faster = "; ".join(f"{mine['tokens_per_second'] / row['tokens_per_second']:.2f}×" for row in others)
+    return [(what, cell(mine), beside, faster)]

@@ -5,12 +5,11 @@ losses, and the losses on bytes that neither has seen. `twin walkthrough` draws 
 """
 
 import itertools
-import math
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
-from optimized.bench import Payload, Progress, last_tenth, result, silent
+from optimized.bench import Payload, Progress, bits, last_tenth, result, silent
 from optimized.bench.table import Table, table
 from optimized.training import corpus
 from optimized.training.settings import Settings
@@ -51,7 +50,7 @@ def tables(payload: Payload) -> list[Table]:
     rows = []
     for one in payload["runs"]:
         losses = (last_tenth(one["train"]), one["validation"][-1][1])
-        rows.append((one["precision"], *(f"{loss / math.log(2):.3f}" for loss in losses)))
+        rows.append((one["precision"], *(f"{bits(loss):.3f}" for loss in losses)))
     settings, text = payload["settings"], payload["text"]
     note = (
         f"{settings['steps']} steps of {settings['rows'] * settings['sequence']} bytes each, out of {text['bytes']:,} "

@@ -1,11 +1,10 @@
-"""Draws docs/training.png: a GPT's losses in bf16 and in FP8, and words of an H200 beside those that a CPU computes.
+"""Draws docs/training.png: a GPT's losses in bf16 and FP8, and words of an H200 beside those that a CPU computes.
 
     python -m optimized.bench.models.training_plot
 
-It reads docs/results/training.json and a recorded GEMM, and needs no GPU.
+It reads docs/results/seeds.json and a recorded GEMM, and needs no GPU.
 """
 
-import math
 from typing import Any
 
 import numpy as np
@@ -13,26 +12,33 @@ import torch
 from matplotlib.axes import Axes
 
 from optimized import measure
+from optimized.bench import bits
+from optimized.bench.models import seeds
 from optimized.bench.plots import drawing
 from optimized.recordings import products
 from reference.numbers import formats
 
-INK, QUIET, BF16, FP8, WRONG = "#222222", "#777777", "#0072B2", "#D55E00", "#C00000"
-WORDS, WINDOW = 6, 50  # words of the row that are shown; steps that a point of a curve is the mean of
+INK, QUIET, WRONG = "#222222", "#666666", "#C00000"
+WORDS = 5  # of the row
 
 
-def curves(axes: Axes, runs: list[dict[str, Any]]) -> None:
-    """Draw the losses of both runs in bits per byte: lines in training, dots on held-out text."""
-    for run, colour, width in zip(runs, (BF16, FP8), (3.5, 1.2), strict=True):
-        bits = np.array(run["train"]) / math.log(2)
-        means = np.convolve(bits, np.ones(WINDOW) / WINDOW, mode="valid")
-        axes.plot(np.arange(len(means)) + WINDOW, means, color=colour, linewidth=width, label=run["precision"])
-        steps, losses = zip(*run["validation"], strict=True)
-        size = 22 if run is runs[0] else 7
-        axes.scatter(steps, np.array(losses) / math.log(2), color=colour, s=size, zorder=3)
-    axes.set(xlabel="training step", ylabel="bits per byte", title="A GPT trained in FP8 learns as in bf16")
-    axes.legend(frameon=False, title="dots: text it has not seen", loc="upper right")
-    axes.spines[["top", "right"]].set_visible(False)
+def curves(axes: Axes, payload: dict[str, Any]) -> None:
+    """Draw the losses in bits per byte: bf16 and each recipe of FP8, the mean over seeds and a band around it."""
+    few = max(1, payload["settings"]["steps"] // 50)
+    for precision, of in seeds.by_precision(payload):
+        losses = bits(seeds.curve(of, precision, few))
+        seeds.band(axes, few * (np.arange(losses.shape[1]) + 0.5), losses, precision)
+    axes.lines[0].set_linewidth(4)  # bf16, which would be hidden below the others
+    axes.set_yscale("log")
+    axes.set_xlabel("training step", fontsize=12)
+    axes.set_ylabel("bits per byte", fontsize=12)
+    axes.tick_params(labelsize=11)
+    count = len({run["seed"] for run in payload["runs"]})
+    axes.set_title(f"A GPT of 124 million parameters; bands: {count} seeds", fontsize=13)
+    ticks = (1, 1.5, 2, 3, 4, 6, 8)
+    axes.set_yticks(ticks, labels=map(str, ticks))
+    axes.minorticks_off()
+    axes.legend(loc="upper right", fontsize=12)
 
 
 def words(axes: Axes) -> None:
@@ -46,14 +52,14 @@ def words(axes: Axes) -> None:
     )
     axes.axis("off")
     axes.set(xlim=(0, 1), ylim=(0, 1))
-    axes.set_title(f"One row of an FP8 GEMM, {product.title.split(', ', 1)[1]}")
+    axes.set_title("Words of an FP8 GEMM", fontsize=13)
     for line, (name, row, colour) in enumerate(rows):
         height = 0.78 - 0.34 * line
-        axes.text(0.0, height + 0.1, name, color=QUIET, fontsize=10, va="center")
+        axes.text(0.0, height + 0.14, name, color=QUIET, fontsize=13, va="center")
         for place, (word, true) in enumerate(zip(_hex(row), _hex(product.out[0, :WORDS]), strict=True)):
             shade, weight = (colour, "normal") if word == true else (WRONG, "bold")
             x = place / WORDS
-            axes.text(x, height, word, color=shade, weight=weight, fontsize=10.5, family="monospace", va="center")
+            axes.text(x, height, word, color=shade, weight=weight, fontsize=13, family="monospace", va="center")
 
 
 def _hex(row: torch.Tensor) -> list[str]:
@@ -61,10 +67,10 @@ def _hex(row: torch.Tensor) -> list[str]:
 
 
 def main() -> None:
-    """Draw both pictures side by side."""
-    with drawing("training", 1, 2, (11, 3.6), width_ratios=[1, 1.15]) as (_, (left, right)):
-        curves(left, measure.read_result("training")["runs"])
-        words(right)
+    """Draw both pictures, one above the other, so that a phone shows them large."""
+    with drawing("training", 2, 1, (7, 6), height_ratios=[1.6, 1]) as (_, (above, below)):
+        curves(above, measure.read_result("seeds"))
+        words(below)
 
 
 if __name__ == "__main__":

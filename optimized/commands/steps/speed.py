@@ -71,8 +71,8 @@ def run(report: Report, live: bool) -> Outcome:
     report.text(
         f"The layer of step 3 in a large size ({QUICKSTART.name}; hidden {QUICKSTART.hidden}, sequence "
         f"{QUICKSTART.sequence}), forward and backward on a Hopper GPU: by plain PyTorch, by this project's modules, "
-        "and by NVIDIA's Transformer Engine. “exact” is this project's attention, whose every bit a CPU predicts; "
-        "cuDNN's is faster, and its bits are its own."
+        "and by NVIDIA's Transformer Engine. “exact” is this project's attention, of which a CPU predicts every bit; "
+        "no CPU predicts the bits of cuDNN's attention."
     )
     report.table(HEAD, table(case), where)
     drawn = figure(9.0, 7.0)

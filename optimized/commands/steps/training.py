@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from optimized import measure
-from optimized.bench.models import training_plot
+from optimized.bench.models import seeds, training_plot
 from optimized.commands.report import Report, escape
 from optimized.commands.steps import Outcome, Progress
 from optimized.commands.steps.style import COLOURS, figure
@@ -161,19 +161,17 @@ def _pictures(report: Report, runs: list[Run], settings: Settings) -> None:
 
 
 def _recorded(report: Report) -> None:
-    """The same model, trained for longer on a GPU."""
-    if not (measure.RESULTS / "training.json").is_file():
+    """A larger model, trained for longer on a GPU, from several seeds."""
+    if not (measure.RESULTS / "seeds.json").is_file():
         return
-    payload = measure.read_result("training")
-    fig = figure(9, 3.4)
-    training_plot.curves(fig.subplots(), payload["runs"])
-    ends = ", ".join(f"{run['precision']} {run['validation'][-1][1] / math.log(2):.2f}" for run in payload["runs"])
+    payload = measure.read_result("seeds")
+    fig = figure(9, 4)
+    training_plot.curves(fig.subplots(), payload)
     gpu_name = payload["provenance"]["gpu"]["name"]
     report.picture(
         fig,
-        f"<b>Recorded on an {gpu_name}:</b> the same model, {payload['settings']['steps']} steps. Lines: means over "
-        f"{training_plot.WINDOW} steps. Dots: text that the model was not trained on; at the end {ends} bits per byte. "
-        "One run of each does not tell which is better: <code>twin bench seeds</code> has more, of a larger model.",
+        f"<b>Recorded on an {gpu_name}.</b> {seeds.sentence(payload)} Lines: means over the seeds; bands: from the "
+        "least to the greatest. <code>twin bench seeds</code> measures it again.",
         f"Loss curves of bf16 and FP8 training, recorded on an {gpu_name}",
     )
 
