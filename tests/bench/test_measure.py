@@ -9,6 +9,7 @@ from shared.bits import changed_sources, sources
 
 from optimized import measure
 from optimized.bench.kernels import cast, gemm
+from optimized.bench.layers import ladder
 from optimized.cuda import compiler
 
 
@@ -103,3 +104,8 @@ def test_the_interval_of_a_median_is_what_the_binomial_says() -> None:
     assert measure.interval(twenty) == {"median": 10.5, "low": 6.0, "high": 15.0}
     assert measure.interval([3.0, 1.0, 2.0]) == {"median": 2.0, "low": 1.0, "high": 3.0}
     assert measure.spread(twenty) == {**measure.summary(twenty), **measure.interval(twenty)}
+
+
+def test_a_result_of_the_ladder_is_not_older_than_kernels_that_have_not_changed() -> None:
+    """Its kernels are none of `compiler.names()`, which a lesson runs alone."""
+    assert measure.outdated({"provenance": measure.provenance([rung.kernel for rung in ladder.RUNGS])}) == []
