@@ -35,7 +35,7 @@ def test_outputs_are_of_one_run_and_without_complaints(path):
 
 def test_the_lesson_about_decoding_shows_what_is_recorded():
     """Once `twin bench decode --write` has run, the lesson is run again."""
-    text = (FOLDER / "11_other_peoples_models.ipynb").read_text()
+    text = (FOLDER / "16_other_peoples_models.ipynb").read_text()
     shown = [output for cell in json.loads(text)["cells"] for output in cell.get("outputs", ())]
     missing = any("Times: not measured yet." in line for output in shown for line in output.get("text", ()))
     assert missing != (measure.RESULTS / "decode.json").exists()
