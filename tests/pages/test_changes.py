@@ -2,7 +2,8 @@
 
 A Markdown cell that suggests changes holds them in its metadata, too:
 `"changes": [{"cell": "cell-03", "replace": "LENGTH = 8", "with": "LENGTH = 16", "see": "..."}]`. `see` is a
-part of what the changed cell or a later one prints. `nox -s notebooks` runs this file.
+part of what the changed cell or a later one prints. A change that the reader has to find has `"shown": false`; `"and"`
+lists more [cell, replace, with]. `nox -s notebooks` runs this file.
 """
 
 import importlib.util
@@ -48,16 +49,18 @@ def suggested():
 @pytest.mark.parametrize(("path", "cell", "change"), suggested())
 def test_a_suggested_change_runs_and_shows_what_it_should(path, cell, change):
     text = "".join(cell["source"])
-    for word in (change["replace"], change["with"]):
-        assert f"`{word}`" in text, f"{word} is not in the cell that the reader sees"
+    if change.get("shown", True):
+        for word in (change["replace"], change["with"]):
+            assert f"`{word}`" in text, f"{word} is not in the cell that the reader sees"
     code = [one for one in json.loads(path.read_text("utf-8"))["cells"] if one["cell_type"] == "code"]
-    cells = ["".join(one["source"]) for one in code]
-    at = [one["id"] for one in code].index(change["cell"])
-    assert cells[at].count(change["replace"]) == 1
-    cells[at] = cells[at].replace(change["replace"], change["with"])
+    cells, ids = ["".join(one["source"]) for one in code], [one["id"] for one in code]
+    for name, old, new in [(change["cell"], change["replace"], change["with"]), *change.get("and", ())]:
+        at = ids.index(name)
+        assert cells[at].count(old) == 1, f"{old} is not once in {name}"
+        cells[at] = cells[at].replace(old, new)
     done = subprocess.run(
         [sys.executable, "-c", RUN],
-        input=json.dumps([cells, at, change["see"]]),
+        input=json.dumps([cells, ids.index(change["cell"]), change["see"]]),
         env={**os.environ, "CI": "1", "PYTHONPATH": str(ROOT)},
         cwd=ROOT / "notebooks",
         capture_output=True,
