@@ -169,3 +169,36 @@ def lost(shares: Mapping[str, float], title: str) -> None:
     axes.invert_yaxis()
     axes.set(xlabel="% of the ordinary numbers that become 0", xlim=(0, 112), title=title)
     axes.tick_params(axis="y", length=0, labelcolor=INK)
+
+
+def aligned(pairs: Sequence[tuple[float, float]], answer: float) -> None:
+    """Lesson 3: the bits of each product, one below the other; below them the exact sum and the tensor core's."""
+    products = [a * b for a, b in pairs]
+    rows = [(f"{a:g} · {b:g}", number, Y) for (a, b), number in zip(pairs, products, strict=True)]
+    rows += [("exact sum", math.fsum(products), GREY), ("tensor core", answer, INK)]
+    top = max(math.frexp(number)[1] for _, number, _ in rows)
+    _, axes = plt.subplots(figsize=(8.5, 0.9 + 0.24 * len(rows)))
+    for y, (name, number, colour) in enumerate(rows):
+        y += 0.5 * (y >= len(products))
+        for bit in range(-6, top):
+            if int(abs(number) * 2.0**6) >> (bit + 6) & 1:
+                hatch = "////" if number < 0 else None
+                axes.add_patch(Rectangle((-bit, y), 0.9, 0.8, facecolor=colour, edgecolor="white", lw=0, hatch=hatch))
+        axes.text(-top + 0.5, y + 0.4, name, ha="right", va="center", size=9)
+        axes.text(7.6, y + 0.4, f"{number:g}", ha="left", va="center", size=9)
+    powers = range(top - 1, -7, -2)
+    axes.set_xticks([0.45 - p for p in powers], [f"$2^{{{p}}}$" for p in powers], size=8)
+    axes.set(xlim=(-top - 3, 11), ylim=(len(rows) + 0.5, -0.3), yticks=[])
+    axes.set_title("each box is a bit that is 1; hatched: a negative number")
+    axes.spines[["left", "bottom"]].set_visible(False)
+
+
+def counting(steps: Sequence[int], sums: Mapping[str, Sequence[float]]) -> None:
+    """Lesson 3: what a chain of instructions has counted after so many."""
+    _, axes = plt.subplots(figsize=(8.5, 2.6))
+    for (how, values), line, colour in zip(sums.items(), ("-", "--"), (WRONG, INK), strict=True):
+        axes.plot(steps, values, line, marker="o", color=colour, label=how)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    axes.set(xlabel="instructions", ylabel="sum")
+    axes.legend()

@@ -28,7 +28,6 @@ matplotlib.use("agg")
 from IPython.core.interactiveshell import InteractiveShell
 cells, changed, see = json.load(sys.stdin)
 shell, seen = InteractiveShell.instance(), io.StringIO()
-shell.run_line_magic("matplotlib", "agg")
 for place, source in enumerate(cells):
     with redirect_stdout(seen if place >= changed else io.StringIO()):
         shell.run_cell(source, store_history=True).raise_error()
@@ -46,7 +45,7 @@ def suggested():
                 yield pytest.param(path, cell, change, id=f"{path.stem}-{number}")
 
 
-@pytest.mark.parametrize(("path", "cell", "change"), suggested())
+@pytest.mark.parametrize(("path", "cell", "change"), list(suggested()))
 def test_a_suggested_change_runs_and_shows_what_it_should(path, cell, change):
     text = "".join(cell["source"])
     if change.get("shown", True):
