@@ -1,8 +1,9 @@
 """The tables of measured results, built from docs/results/*.json alone.
 
 `python -m optimized.commands.tables` writes them: two tables and a sentence between marks of README.md, the table of
-checks in docs/numerics.md, and a page for each group, docs/results/<group>.md, with docs/results.md as their index.
-tests/pages/test_readme.py fails if a page and the results disagree. A benchmark's module builds its tables.
+checks in docs/numerics.md, one in docs/one_gpu.md, and a page for each group, docs/results/<group>.md, with
+docs/results.md as their index. tests/pages/test_readme.py fails if a page and the results disagree. A benchmark's module
+builds its tables.
 """
 
 import importlib
@@ -315,10 +316,16 @@ def index() -> str:
     return "\n\n".join(group.entry() for group in GROUPS)
 
 
+def rungs() -> str:
+    """The first table of `twin bench single_gpu`, for docs/one_gpu.md; all of them are in docs/results/training.md."""
+    return "\n\n".join(one.markdown() for one in recorded("single_gpu")[:1])
+
+
 PAGES: dict[Path, dict[str, Callable[[], str]]] = {
     measure.ROOT / "README.md": {"losses": losses, "equality": equality, "results": summary},
     measure.ROOT / "docs" / "numerics.md": {"checks": checks},
     measure.ROOT / "docs" / "results.md": {"results": index},
+    measure.ROOT / "docs" / "one_gpu.md": {"rungs": rungs},
     **{group.path: {"": group.page} for group in GROUPS},  # built as a whole
 }
 
