@@ -249,6 +249,16 @@ class Generator:
         if name in self._pages.lengths:
             self.cache.drop(name)
 
+    def forget(self) -> None:
+        """Forget all keys and values, as after a change of the model's weights; running requests wait again.
+
+        Their next tokens then follow on keys and values of the new weights.
+        """
+        for name in list(self.running)[::-1]:
+            self.waiting.appendleft(self.running.pop(name))
+        self._kept.clear()
+        self.cache.reset()
+
     # --- a step --------------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -272,10 +282,7 @@ class Generator:
             self._make_room(drafts)
             return self._found(drafts) if self.running else []
         except BaseException:
-            for name in list(self.running)[::-1]:
-                self.waiting.appendleft(self.running.pop(name))
-            self._kept.clear()
-            self.cache.reset()
+            self.forget()
             raise
 
     @property

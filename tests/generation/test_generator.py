@@ -224,6 +224,24 @@ def test_an_error_in_a_forward_loses_no_request() -> None:
         assert words[name] == alone(model, prompt, 6, te.Sampling())
 
 
+def test_forget_lets_changed_weights_write_the_rest() -> None:
+    """Without it, keys of the weights of before would stay: of what runs, and of prefixes that are kept."""
+    model, prompt, one = copy.deepcopy(model_of("plain")), list(range(2, 30)), te.Sampling(1.0, seed=2)
+    made = generator(model)
+    made.generate([prompt], 2)
+    made.add(prompt, 8, one)
+    words = [word.token for _ in range(3) for word in made.step()]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.125)
+    made.forget()
+    assert not made.running
+    while made.busy:
+        words += [word.token for word in made.step()]
+    assert words[3:] == alone(model, prompt + words[:3], 5, one)
+    check(model, prompt, made.generate([prompt], 8)[0], 8, te.Sampling())
+
+
 def test_under_torch_autocast_with_fp32_parameters() -> None:
     model = Model(layers=1, params_dtype=torch.float32).eval()
     with torch.autocast("cpu", BF16):
