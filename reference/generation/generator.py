@@ -27,9 +27,9 @@ seed and length. So a text is a function of model, prompt and `Sampling`; the or
 and evictions decide when it is there. Its log-probabilities are those of the trainer's forward of the whole text, bit
 for bit, in 16 bits and in FP8; a recipe whose scales depend on a step's tokens is refused.
 
-On a GPU a step is launched op by op, or from tapes; a step of one token as one CUDA graph for each batch size is not
-written yet. Random words are computed on the host. Pages of a multiple of 128 tokens are read where they lie, others
-are gathered in each step (`reference.ops.attentions.attention_paged`).
+On a GPU a step is launched op by op, or from tapes; with `cuda_graphs` a step of one token of each sequence is a CUDA
+graph (graphed_step.py). Random words are computed on the host. Pages of a multiple of 128 tokens are read where they
+lie, others are gathered in each step (`reference.ops.attentions.attention_paged`).
 """
 
 from collections import deque
@@ -42,6 +42,7 @@ import torch
 
 from reference.arguments import MASK_TYPES
 from reference.generation.drafts import prompt_lookup
+from reference.generation.graphed_step import GraphedStep
 from reference.generation.sampling import Sampling, sample
 from reference.nn.attentions.dot_product_attention import DotProductAttention
 from reference.nn.attentions.inference import InferenceParams
@@ -115,6 +116,9 @@ class Generator:
         bos: a token that every text begins with, so that a prompt may be empty; or None.
         draft_tokens: how many tokens of a draft a step tries at most; 0 tries none.
         draft: `(text, count) -> tokens`, up to count of them that may follow; by default `drafts.prompt_lookup`.
+        cuda_graphs: replay steps of one token from a CUDA graph for each batch size, rounded up to a power of two.
+            `forward` must not wait for the GPU, and weights must stay where they are. On a CPU such steps read the same
+            fixed tensors, without a graph.
 
     Attributes:
         cache: the `InferenceParams`.
@@ -134,6 +138,7 @@ class Generator:
         bos: int | None = None,
         draft_tokens: int = 0,
         draft: Draft = prompt_lookup,
+        cuda_graphs: bool = False,
     ) -> None:
         cores = [module for module in model.modules() if isinstance(module, DotProductAttention)]
         kinds = {
@@ -164,6 +169,7 @@ class Generator:
             device=parameter.device,
         )
         self._forward = forward or self._forward_of_model
+        self._graphed = GraphedStep(self._logits_of) if cuda_graphs else None
         self._batch_first = cores[0].qkv_format == "bshd"
         self.waiting: deque[_Request] = deque()
         self.running: dict[int, _Request] = {}
@@ -175,6 +181,11 @@ class Generator:
             return self.model(tokens, inference_params=cache)  # type: ignore[no-any-return]
         where = {"position_ids": cache.positions[None], "use_cache": False}
         return self.model(input_ids=tokens, inference_params=cache, **where).logits  # type: ignore[no-any-return]
+
+    def _logits_of(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Logits [t, V] of tokens [t], whose places `pre_step` has said."""
+        logits = self._forward(tokens[None] if self._batch_first else tokens[:, None], self.cache)
+        return logits.reshape(len(tokens), -1)
 
     @property
     def busy(self) -> bool:
@@ -258,6 +269,8 @@ class Generator:
             self.waiting.appendleft(self.running.pop(name))
         self._kept.clear()
         self.cache.reset()
+        if self._graphed is not None:
+            self._graphed.forget()
 
     # --- a step --------------------------------------------------------------------------------------
 
@@ -349,9 +362,11 @@ class Generator:
         running = list(self.running.values())
         new = [self._new(one) + drafts[one.name] for one in running]
         self.cache.pre_step({one.name: len(tokens) for one, tokens in zip(running, new, strict=True)})
-        tokens = torch.tensor([x for one in new for x in one], dtype=torch.int64, device=self.cache.device)
-        logits = self._forward(tokens[None] if self._batch_first else tokens[:, None], self.cache)
-        logits = logits.reshape(len(tokens), -1)
+        packed = [x for one in new for x in one]
+        if self._graphed is not None and len(packed) == len(running):
+            logits = self._graphed(packed, self.cache)
+        else:
+            logits = self._logits_of(torch.tensor(packed, dtype=torch.int64, device=self.cache.device))
 
         ends = accumulate(map(len, new))
         counts = [1 + len(drafts[one.name]) for one in running]

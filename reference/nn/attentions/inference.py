@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from reference.arguments import check_arguments, is_int
+from reference.nn.attentions.fixed_step import FixedStep, Places
 from reference.nn.attentions.inference_step import Cached, StepTensors
 from reference.nn.attentions.pages import Pages
 from reference.nn.core.attributes import OfCache
@@ -100,6 +101,8 @@ class InferenceParams(OfCache, DeviceDefault):
         self._ran: set[int] = set()  # layers, since the last `pre_step`
         self._captured = False
         self._mixed: dict[Any, tuple[torch.Tensor, ...]] = {}
+        self._fixed: dict[int, FixedStep] = {}  # by their rows
+        self._held: FixedStep | None = None  # what the next forward reads
         self.max_ctx_len = self.max_sequence_length if max_ctx_len is None else int(max_ctx_len)
         self.input_qkv_format, self.cache_qkv_format = qkv_format, "bshd"
         device = self.resolve_device(device)
@@ -160,7 +163,7 @@ class InferenceParams(OfCache, DeviceDefault):
     def reset(self) -> None:
         """Forget all sequences; the memory stays."""
         self.sequences, self._starts, self._steps = {}, [], []
-        self._ran = set()
+        self._ran, self._held = set(), None
         self._mixed.clear()
         if self.pages is not None:
             self.pages.reset()
@@ -213,6 +216,7 @@ class InferenceParams(OfCache, DeviceDefault):
         different numbers of new tokens, those of each are at its row's beginning.
         """
         steps = self._checked(step_dict)
+        self._held = None
         if self.pages is not None:
             return self._step_in_pages(self.pages, dict(zip(step_dict, steps, strict=True)))
         before = list(self.sequences)
@@ -250,6 +254,35 @@ class InferenceParams(OfCache, DeviceDefault):
         self._mixed.clear()
         self.pre_step_seqlens[: len(starts)] = torch.tensor(starts, dtype=torch.int32, device="cpu")
         return self.sequences
+
+    def hold(self, tokens: list[int], rows: int) -> torch.Tensor:
+        """Let the next forward read its tokens and their places from tensors that stay where they are, for CUDA graphs.
+
+        It follows on a `pre_step` of one token of each sequence, where new tokens are packed.
+
+        Args:
+            tokens: the new token of each sequence.
+            rows: of the forward, as many as there are sequences or more; the others are copies of the first one.
+
+        Returns:
+            int64 [rows], the forward's tokens; the same tensor each time.
+        """
+        if not self.packed or self._steps != [1] * len(tokens) or rows < len(tokens) or not tokens:
+            raise ValueError(
+                f"InferenceParams.hold: {len(tokens)} tokens and rows={rows} with packed={self.packed} after a "
+                f"pre_step of {self._steps}; one token of each sequence, packed, and no fewer rows are accepted."
+            )
+        pages = self._with_pages("hold")
+        if rows not in self._fixed:
+            self._fixed[rows] = FixedStep(rows, self._columns_of(pages), self.device)
+        self._held = self._fixed[rows]
+        new = [pages.rows(name, start)[0] for name, start in zip(self.sequences, self._starts, strict=True)]
+        self._held.fill(tokens, Places(list(self.sequences.values()), [pages.of[x] for x in self.sequences], new))
+        return self._held.tokens
+
+    def replayed(self) -> None:
+        """All layers have run: a graph has replayed their step."""
+        self._ran.update(self.cache)
 
     def _checked(self, step_dict: Mapping[Hashable, int]) -> list[int]:
         """The numbers of new tokens, after everything that `pre_step` refuses."""
@@ -358,6 +391,7 @@ class InferenceParams(OfCache, DeviceDefault):
                 f"one dtype and one device are accepted."
             )
         wanted = (1, sum(self._steps)) if self.packed else (self.batch_size, max(self._steps, default=0))
+        wanted = wanted if self._held is None else (1, self._held.rows)
         if sizes != wanted:
             raise ValueError(
                 f"{layer}: a batch of {sizes[0]} with {sizes[1]} new tokens; {wanted[0]} with {wanted[1]}, as pre_step "
@@ -384,9 +418,12 @@ class InferenceParams(OfCache, DeviceDefault):
         self._ran.add(number)
         cache, length, longest = self.cache[number], max(self._steps), max(self.sequences.values())
         if self.pages is not None:
+            most = self._columns_of(self.pages) * self.pages.size
+            if self._held is not None:
+                return Cached("paged", 0, most, 1), StepTensors(*cache, *self._held.tensors)
             if "paged" not in self._mixed:
                 self._mixed["paged"] = self._paged_tensors(self.pages, length)
-            keys = min(-(-longest // BLOCK) * BLOCK, self._columns_of(self.pages) * self.pages.size)
+            keys = min(-(-longest // BLOCK) * BLOCK, most)
             return Cached("paged", 0, keys, length), StepTensors(*cache, *self._mixed["paged"])
         if length == 1:
             capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
@@ -406,6 +443,8 @@ class InferenceParams(OfCache, DeviceDefault):
     @property
     def positions(self) -> torch.Tensor:
         """int64: each new token's place in its sequence, of tokens in the order [b, s]; packed as they lie."""
+        if self._held is not None:
+            return self._held.places
         places = [list(range(start, start + n)) for start, n in zip(self._starts, self._steps, strict=True)]
         if not self.packed:
             longest = max(self._steps, default=0)
