@@ -33,6 +33,7 @@ from reference.memory.recompute import checkpoint
 from reference.memory.rng_tracker import CudaRNGStatesTracker
 from reference.nn import operations as _operations
 from reference.nn.attentions.dot_product_attention import DotProductAttention
+from reference.nn.attentions.fp8_keys_values import keys_and_values_in_fp8
 from reference.nn.attentions.inference import InferenceParams
 from reference.nn.attentions.multihead_attention import MultiheadAttention
 from reference.nn.attentions.rotary_embedding import RotaryPositionEmbedding, apply_rotary_pos_emb
@@ -134,6 +135,7 @@ __all__ = [
     "is_fp8_block_scaling_available",
     "is_mxfp8_available",
     "is_nvfp4_available",
+    "keys_and_values_in_fp8",
     "load_fp8_state",
     "make_graphed_callables",
     "mark_not_offload",

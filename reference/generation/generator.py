@@ -116,6 +116,8 @@ class Generator:
         bos: a token that every text begins with, so that a prompt may be empty; or None.
         draft_tokens: how many tokens of a draft a step tries at most; 0 tries none.
         draft: `(text, count) -> tokens`, up to count of them that may follow; by default `drafts.prompt_lookup`.
+        fp8_kv: the cache has FP8 codes of keys and values (`reference.nn.attentions.fp8_keys_values`); None is as
+            `te.keys_and_values_in_fp8` has set the model's attention, so that its trainer computes the same words.
         cuda_graphs: replay steps of one token from a CUDA graph for each batch size, rounded up to a power of two.
             `forward` must not wait for the GPU, and weights must stay where they are. On a CPU such steps read the same
             fixed tensors, without a graph.
@@ -138,6 +140,7 @@ class Generator:
         bos: int | None = None,
         draft_tokens: int = 0,
         draft: Draft = prompt_lookup,
+        fp8_kv: bool | None = None,
         cuda_graphs: bool = False,
     ) -> None:
         cores = [module for module in model.modules() if isinstance(module, DotProductAttention)]
@@ -167,6 +170,7 @@ class Generator:
             page_size=page_size,
             qkv_format="thd",
             device=parameter.device,
+            fp8_kv=any(core.fp8_kv for core in cores) if fp8_kv is None else fp8_kv,
         )
         self._forward = forward or self._forward_of_model
         self._graphed = GraphedStep(self._logits_of) if cuda_graphs else None

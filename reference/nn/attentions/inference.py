@@ -28,6 +28,7 @@ import torch
 
 from reference.arguments import check_arguments, is_int
 from reference.nn.attentions.fixed_step import FixedStep, Places
+from reference.nn.attentions.fp8_keys_values import CODES
 from reference.nn.attentions.inference_step import Cached, StepTensors
 from reference.nn.attentions.pages import Pages
 from reference.nn.core.attributes import OfCache
@@ -51,8 +52,12 @@ class InferenceParams(OfCache, DeviceDefault):
         qkv_format: "thd" packs the new tokens; "sbhd" and "bshd" have no effect, because a layer's own format counts.
         max_ctx_len: accepted as in Transformer Engine, without effect. custom_cache_manager: only None is offered.
         device: of the caches; None is the package's own.
+        fp8_kv: pages hold FP8 codes of keys and values, and scales of each head of each token; dtype is bf16, and heads
+            have a multiple of 16 channels. Attention reads what they stand for (`fp8_keys_values.py`): pages of the
+            batch are dequantized in each step.
 
     Attributes:
+        scales: with fp8_kv by layer number, scale_inv of keys and of values, fp32 [pages, page_size, num_heads_kv].
         cache: by layer number, keys and values [max_batch_size, max_sequence_length, num_heads_kv, head_dim_k or _v];
             in pages [total_num_pages, page_size, ...].
         sequences: the length of each sequence in the batch, its new tokens included, in the order of the batch.
@@ -81,8 +86,9 @@ class InferenceParams(OfCache, DeviceDefault):
         custom_cache_manager: Any = None,
         *,
         device: torch.device | str | None = None,
+        fp8_kv: bool = False,
     ) -> None:
-        check_arguments("InferenceParams", locals())
+        check_arguments("InferenceParams", {name: x for name, x in locals().items() if name != "fp8_kv"})
         assert num_heads_kv is not None
         assert head_dim_k is not None
         assert dtype is not None
@@ -91,7 +97,14 @@ class InferenceParams(OfCache, DeviceDefault):
         self.head_dim_v, self.is_paged = self.head_dim_k if head_dim_v is None else int(head_dim_v), is_paged
         self.packed, self.total_num_pages, self.page_size = qkv_format == "thd", total_num_pages, page_size
         self.pages = self._pages(is_paged, total_num_pages, page_size)
+        self.fp8_kv = bool(fp8_kv)
+        if self.fp8_kv and (self.pages is None or dtype != torch.bfloat16 or head_dim_k % 16 or self.head_dim_v % 16):
+            raise ValueError(
+                f"InferenceParams: fp8_kv=True with dtype={dtype}, heads of {head_dim_k} and {self.head_dim_v} "
+                f"channels and is_paged={is_paged}; bfloat16, multiples of 16 and pages ('thd' has them) are accepted."
+            )
         self.cache: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.scales: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.kept: dict[Any, Any] = {}
         self.sequences: dict[Hashable, int] = {}
         self._starts: list[int] = []
@@ -157,7 +170,11 @@ class InferenceParams(OfCache, DeviceDefault):
         shape = (*rows, self.num_heads_kv)
         with torch.inference_mode(False):
             sizes = (self.head_dim_k, self.head_dim_v)
-            made = [torch.zeros(*shape, size, dtype=self.dtype, device=self.device) for size in sizes]
+            dtype = CODES if self.fp8_kv else self.dtype
+            made = [torch.zeros(*shape, size, dtype=dtype, device=self.device) for size in sizes]
+            if self.fp8_kv:
+                scales = [torch.zeros(shape, dtype=torch.float32, device=self.device) for _ in sizes]
+                self.scales[int(layer_number)] = (scales[0], scales[1])
         self.cache[int(layer_number)] = (made[0], made[1])
 
     def reset(self) -> None:
@@ -246,8 +263,9 @@ class InferenceParams(OfCache, DeviceDefault):
         copies = [copy for name, new in steps.items() for copy in pages.extend(name, new)]
         if copies:
             at, to = (torch.tensor(one, dtype=torch.int64, device=self.device) for one in zip(*copies, strict=True))
-            for both in self.cache.values():
-                for cache in both:
+            for both in (*self.cache.values(), *self.scales.values()):
+                for one in both:
+                    cache = one.view(torch.uint8) if one.dtype == CODES else one
                     cache.index_copy_(0, to, cache.index_select(0, at))
         self.sequences = {name: pages.lengths[name] for name in steps}
         self._starts, self._steps, self._ran = starts, list(steps.values()), set()
@@ -418,13 +436,13 @@ class InferenceParams(OfCache, DeviceDefault):
         self._ran.add(number)
         cache, length, longest = self.cache[number], max(self._steps), max(self.sequences.values())
         if self.pages is not None:
-            most = self._columns_of(self.pages) * self.pages.size
+            most, scales = self._columns_of(self.pages) * self.pages.size, self.scales.get(number, (None, None))
             if self._held is not None:
-                return Cached("paged", 0, most, 1), StepTensors(*cache, *self._held.tensors)
+                return Cached("paged", 0, most, 1), StepTensors(*cache, *self._held.tensors, *scales)
             if "paged" not in self._mixed:
                 self._mixed["paged"] = self._paged_tensors(self.pages, length)
             keys = min(-(-longest // BLOCK) * BLOCK, most)
-            return Cached("paged", 0, keys, length), StepTensors(*cache, *self._mixed["paged"])
+            return Cached("paged", 0, keys, length), StepTensors(*cache, *self._mixed["paged"], *scales)
         if length == 1:
             capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
             self._captured = self._captured or capturing
