@@ -23,6 +23,7 @@ from optimized.tapes import TapeRunner as _TapeRunner
 from reference import (  # noqa: F401
     CudaRNGStatesTracker,
     DelayedScaling,
+    DraftModel,
     DType,
     Float8BlockwiseQTensor,
     Float8CurrentScalingQuantizer,

@@ -18,6 +18,7 @@ from reference.float8.float8_blockwise_tensor import Float8BlockwiseQTensor
 from reference.float8.float8_quantizer import DType, Float8CurrentScalingQuantizer, Float8Quantizer, Quantizer
 from reference.float8.float8_tensor import Float8Tensor
 from reference.float8.quantized_tensor import QuantizedTensor
+from reference.generation.draft_model import DraftModel
 from reference.generation.generator import Generator
 from reference.generation.sampling import Sampling
 from reference.graphs.graph import make_graphed_callables
@@ -89,6 +90,7 @@ __all__ = [
     "DType",
     "DelayedScaling",
     "DotProductAttention",
+    "DraftModel",
     "Embedding",
     "Float8BlockwiseQTensor",
     "Float8CurrentScalingQuantizer",

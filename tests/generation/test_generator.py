@@ -55,6 +55,7 @@ def test_words_do_not_depend_on_the_schedule(name: str, in_fp8: bool, data: st.D
         draft_tokens=draw(st.sampled_from([0, 1, 4])),
         bos=1 if empty else None,
         cuda_graphs=draw(st.booleans()),
+        prefill_tokens=draw(st.sampled_from([None, 1, 3, 7])),
     )
     requests = list(zip(prompts, each, strict=True))
     found: dict[int, tuple[list[int], list[float]]] = {}
@@ -103,6 +104,51 @@ def test_drafts_change_no_word_and_save_steps(draft: str, in_fp8: bool) -> None:
             check(model, prompt, Completion([w.token for w in words], [w.logprob for w in words], "length"), count, one)
             if draft != "lookup":  # the first step has no draft, the others have 1 + 4 tokens, or 1 + 2, or 1
                 assert steps == {"right": 4, "wrong": 12, "half": 5}[draft]
+
+
+def test_a_long_prompt_comes_in_pieces() -> None:
+    """While it does, others get a token in each step."""
+    model, long, short = model_of("plain"), list(range(2, 42)), [3, 4]
+    made = generator(model, prefill_tokens=8)
+    sizes = []
+    inner = made._forward
+    made._forward = lambda tokens, cache: sizes.append(len(tokens)) or inner(tokens, cache)
+    first = made.add(short, 8)
+    words = made.step()
+    second = made.add(long, 3)
+    while made.busy:
+        words += made.step()
+    assert sizes == [2, 9, 9, 9, 9, 9, 2, 2]  # 40 tokens in five pieces, the last of which gives a token
+    assert [x.name for x in words] == [first] * 5 + [first, second] * 3
+    for name, prompt, count in ((first, short, 8), (second, long, 3)):
+        tokens = [x.token for x in words if x.name == name]
+        assert tokens == alone(model, prompt, count, te.Sampling())
+    with pytest.raises(ValueError, match=r"^Generator: prefill_tokens=0; None or 1 and more are accepted"):
+        generator(model, prefill_tokens=0)
+
+
+@pytest.mark.parametrize("in_fp8", [False, True])
+def test_a_model_drafts_for_all_sequences_at_once(in_fp8: bool) -> None:
+    """The model itself guesses right, so that four steps with drafts give what 16 give; another one guesses wrong."""
+    model, prompts = model_of("plain"), [[3, 4, 5], list(range(2, 30)), [9]]
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.head.weight.neg_()
+    options = {"max_batch_size": 3, "max_sequence_length": ROOM}
+    with fp8(in_fp8):
+        for small, steps in ((model, 1 + 3), (other, 16)):
+            draft = te.DraftModel(small, **options)
+            made, count = generator(model, draft_tokens=4, draft=draft), 0
+            names = [made.add(prompt, 16) for prompt in prompts]
+            words: list[Any] = []
+            while made.busy:
+                words += made.step()
+                count += 1
+            assert count == steps
+            for name, prompt in zip(names, prompts, strict=True):
+                assert [x.token for x in words if x.name == name] == alone(model, prompt, 16, te.Sampling())
+        assert draft([1] * (ROOM - 2), 4) == draft([1] * (ROOM - 2), 2)  # its cache has room for no more
+        assert draft([1] * ROOM, 4) == []
 
 
 def test_a_stop_token_ends_a_request_and_a_draft_behind_it_is_forgotten() -> None:
