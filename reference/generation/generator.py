@@ -270,6 +270,12 @@ class Generator:
         if name in self.pages.lengths:
             self.cache.drop(name)
 
+    def cancel(self, name: int) -> None:
+        """Forget a request that is running or waits; one that is done already stays so."""
+        if self.running.pop(name, None) is not None and name in self.pages.lengths:
+            self.cache.drop(name)
+        self.waiting = deque(one for one in self.waiting if one.name != name)
+
     def forget(self) -> None:
         """Forget all keys and values, as after a change of the model's weights; running requests wait again.
 

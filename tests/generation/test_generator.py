@@ -215,6 +215,24 @@ def test_an_error_in_a_forward_loses_no_request() -> None:
         assert words[name] == alone(model, prompt, 6, te.Sampling())
 
 
+def test_a_cancelled_request_is_gone_and_changes_nobody() -> None:
+    model, prompts = model_of("plain"), [[2, 3, 4], [5, 4, 3, 2], [6, 7]]
+    made = generator(model, max_batch_size=2)
+    names = [made.add(prompt, 8) for prompt in prompts]
+    words = made.step()
+    made.cancel(names[0])  # it runs
+    words += made.step()
+    more = made.add([9], 8)
+    made.cancel(more)  # it waits
+    made.cancel(more)
+    while made.busy:
+        words += made.step()
+    for name, prompt in zip(names[1:], prompts[1:], strict=True):
+        assert [x.token for x in words if x.name == name] == alone(model, prompt, 8, te.Sampling())
+    assert {x.name for x in words} == set(names)
+    assert len([x for x in words if x.name == names[0]]) == 1
+
+
 def test_forget_lets_changed_weights_write_the_rest() -> None:
     """Without it, keys of the weights of before would stay: of what runs, and of prefixes that are kept."""
     model, prompt, one = copy.deepcopy(model_of("plain")), list(range(2, 30)), te.Sampling(1.0, seed=2)
