@@ -84,7 +84,7 @@ def simulated(session: nox.Session) -> None:
 def integrations(session: nox.Session) -> None:
     """transformers, accelerate, peft and lightning as they are, and the lesson that needs them."""
     _install(session, "-e", ".[dev,integrations,notebooks]")
-    files = [*_paths(INTEGRATIONS), "notebooks/11_other_peoples_models.ipynb"]
+    files = [*_paths(INTEGRATIONS), "notebooks/16_other_peoples_models.ipynb"]
     which = ("-p", "nbmake", "--nbmake", "-m", "integration and not slow")
     session.run("pytest", *TWO_AT_A_TIME, *which, *files, *session.posargs, env=ONE_THREAD)
 

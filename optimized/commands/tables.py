@@ -1,7 +1,7 @@
 """The tables of measured results, built from docs/results/*.json alone.
 
-`python -m optimized.commands.tables` puts them between two marks: two tables into README.md, all of them into
-docs/results.md. tests/pages/test_readme.py fails if a page and the results disagree. A benchmark's module builds its
+`python -m optimized.commands.tables` puts them between two marks: two tables into README.md, one into docs/one_gpu.md,
+all of them into docs/results.md. tests/pages/test_readme.py fails if a page and the results disagree. A benchmark's module builds its
 tables.
 """
 
@@ -315,9 +315,15 @@ def everything() -> str:
     return "\n\n".join(part for group in parts for part in group if part is not None)
 
 
+def rungs() -> str:
+    """The first table of `twin bench single_gpu`, for docs/one_gpu.md; all of them are in docs/results.md."""
+    return "\n\n".join(one.markdown() for one in recorded("single_gpu")[:1])
+
+
 PAGES: dict[Path, dict[str, Callable[[], str]]] = {
     measure.ROOT / "README.md": {"equality": equality, "results": summary},
     measure.ROOT / "docs" / "results.md": {"results": everything},
+    measure.ROOT / "docs" / "one_gpu.md": {"rungs": rungs},
 }
 
 
@@ -333,6 +339,6 @@ def updated(path: Path) -> str:
 
 
 if __name__ == "__main__":
-    measure.repository("the tables of README.md and docs/results.md")
+    measure.repository("the tables of README.md and docs")
     for path in PAGES:
         files.write(path, updated(path))

@@ -1,4 +1,4 @@
-"""The tables of `twin bench single_gpu`, and the numbers that its plot and its lesson share."""
+"""The tables of `twin bench single_gpu`, and the numbers that its plot shares with them."""
 
 from typing import Any
 
