@@ -251,6 +251,18 @@ def test_forget_lets_changed_weights_write_the_rest() -> None:
     check(model, prompt, made.generate([prompt], 8)[0], 8, te.Sampling())
 
 
+@pytest.mark.parametrize("recipe", [te.recipe.Float8RowwiseScaling(), te.recipe.MXFP8BlockScaling()], ids=repr)
+def test_recipes_whose_scales_are_of_one_token(recipe: Any) -> None:
+    """Prompts in pieces, drafts, shared prefixes and fixed steps, with a cache of 16 bits and of FP8."""
+    prompts, each = [list(range(2, 34)), [*range(2, 33), 7], [9] * 32], [te.Sampling(), te.Sampling(0.9, seed=1)]
+    each.append(te.Sampling(1.0, top_k=9, seed=2))
+    for model in (model_of("plain"), te.keys_and_values_in_fp8(copy.deepcopy(model_of("plain")))):
+        with te.autocast(recipe=recipe):
+            made = generator(model, prefill_tokens=20, draft_tokens=2, cuda_graphs=True)
+            for prompt, found, one in zip(prompts, made.generate(prompts, 5, each), each, strict=True):
+                check(model, prompt, found, 5, one)
+
+
 def test_under_torch_autocast_with_fp32_parameters() -> None:
     model = Model(layers=1, params_dtype=torch.float32).eval()
     with torch.autocast("cpu", BF16):
