@@ -121,8 +121,9 @@ class Generator:
         fp8_kv: the cache has FP8 codes of keys and values (`reference.nn.attentions.fp8_keys_values`); None is as
             `te.keys_and_values_in_fp8` has set the model's attention, so that its trainer computes the same words.
         cuda_graphs: replay steps of one token from a CUDA graph for each batch size, rounded up to a power of two.
-            `forward` must not wait for the GPU, and weights must stay where they are. On a CPU such steps read the same
-            fixed tensors, without a graph.
+            `forward` must not wait for the GPU, and weights must stay where they are. Pages that are gathered (other
+            sizes than multiples of 128, and fp8_kv) are so up to max_sequence_length. On a CPU such steps read the
+            same fixed tensors, without a graph.
 
     Attributes:
         cache: the `InferenceParams`.
