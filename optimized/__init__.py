@@ -23,6 +23,7 @@ from optimized.tapes import TapeRunner as _TapeRunner
 from reference import (  # noqa: F401
     CudaRNGStatesTracker,
     DelayedScaling,
+    DraftModel,
     DType,
     Float8BlockwiseQTensor,
     Float8CurrentScalingQuantizer,
@@ -55,6 +56,7 @@ from reference import (  # noqa: F401
     is_bf16_available,
     is_mxfp8_available,
     is_nvfp4_available,
+    keys_and_values_in_fp8,
     load_fp8_state,
     make_graphed_callables,
     mark_not_offload,

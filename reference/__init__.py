@@ -18,6 +18,7 @@ from reference.float8.float8_blockwise_tensor import Float8BlockwiseQTensor
 from reference.float8.float8_quantizer import DType, Float8CurrentScalingQuantizer, Float8Quantizer, Quantizer
 from reference.float8.float8_tensor import Float8Tensor
 from reference.float8.quantized_tensor import QuantizedTensor
+from reference.generation.draft_model import DraftModel
 from reference.generation.generator import Generator
 from reference.generation.sampling import Sampling
 from reference.graphs.graph import make_graphed_callables
@@ -33,6 +34,7 @@ from reference.memory.recompute import checkpoint
 from reference.memory.rng_tracker import CudaRNGStatesTracker
 from reference.nn import operations as _operations
 from reference.nn.attentions.dot_product_attention import DotProductAttention
+from reference.nn.attentions.fp8_keys_values import keys_and_values_in_fp8
 from reference.nn.attentions.inference import InferenceParams
 from reference.nn.attentions.multihead_attention import MultiheadAttention
 from reference.nn.attentions.rotary_embedding import RotaryPositionEmbedding, apply_rotary_pos_emb
@@ -88,6 +90,7 @@ __all__ = [
     "DType",
     "DelayedScaling",
     "DotProductAttention",
+    "DraftModel",
     "Embedding",
     "Float8BlockwiseQTensor",
     "Float8CurrentScalingQuantizer",
@@ -134,6 +137,7 @@ __all__ = [
     "is_fp8_block_scaling_available",
     "is_mxfp8_available",
     "is_nvfp4_available",
+    "keys_and_values_in_fp8",
     "load_fp8_state",
     "make_graphed_callables",
     "mark_not_offload",

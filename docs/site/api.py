@@ -23,7 +23,7 @@ GROUPS = {
         *(f"reference.{name}" for name in ("autocast", "quantized_model_init")),
         *(f"reference.recipe.{name}" for name in recipes),
     ],
-    "Writing text": [f"reference.{name}" for name in ("Generator", "Sampling")],
+    "Writing text": [f"reference.{name}" for name in ("Generator", "Sampling", "DraftModel", "keys_and_values_in_fp8")],
     "Functions and losses": [
         f"reference.{name}"
         for name in ("cross_entropy", "fused_linear_cross_entropy", "apply_rotary_pos_emb", "checkpoint", "convert")

@@ -11,9 +11,9 @@ The way of a request:
    **pages** are free. Where a sequence in the cache begins with the same tokens, a page of them at least, the new one
    begins in its pages, and computes only what follows (`InferenceParams.share`; a page is copied before somebody writes
    into it). Ended sequences stay in the cache as such prefixes, as long as nobody needs their pages.
-3. `step` packs what is new of all running sequences into one forward: a prompt that was just admitted, one token of
-   every other, and the tokens of a **draft**. `InferenceParams` (inference.py) says where they lie, and
-   `attended_in_pages` (inference_step.py) writes their keys and attends.
+3. `step` packs what is new of all running sequences into one forward: a prompt that was just admitted, or a piece of it
+   (`prefill_tokens`), one token of every other, and the tokens of a **draft**. `InferenceParams` (inference.py) says
+   where they lie, and `attended_in_pages` (inference_step.py) writes their keys and attends.
 4. Each sequence's last rows of logits give its next tokens (sampling.py), and `twin::cross_entropy`, the op of the
    trainer's loss, their log-probabilities. Of a draft as many tokens are kept as are what would have been drawn anyway;
    the keys of the others are cut off.
@@ -27,9 +27,9 @@ seed and length. So a text is a function of model, prompt and `Sampling`; the or
 and evictions decide when it is there. Its log-probabilities are those of the trainer's forward of the whole text, bit
 for bit, in 16 bits and in FP8; a recipe whose scales depend on a step's tokens is refused.
 
-On a GPU a step is launched op by op, or from tapes; a step of one token as one CUDA graph for each batch size is not
-written yet. Random words are computed on the host. Pages of a multiple of 128 tokens are read where they lie, others
-are gathered in each step (`reference.ops.attentions.attention_paged`).
+On a GPU a step is launched op by op, or from tapes; with `cuda_graphs` a step of one token of each sequence is a CUDA
+graph (graphed_step.py). Random words are computed on the host. Pages of a multiple of 128 tokens are read where they
+lie, others are gathered in each step (`reference.ops.attentions.attention_paged`).
 """
 
 from collections import deque
@@ -42,6 +42,7 @@ import torch
 
 from reference.arguments import MASK_TYPES
 from reference.generation.drafts import prompt_lookup
+from reference.generation.graphed_step import GraphedStep
 from reference.generation.sampling import Sampling, sample
 from reference.nn.attentions.dot_product_attention import DotProductAttention
 from reference.nn.attentions.inference import InferenceParams
@@ -114,7 +115,15 @@ class Generator:
         dtype: of the cache; None is that of the model's parameters if it has 16 bits, else bf16.
         bos: a token that every text begins with, so that a prompt may be empty; or None.
         draft_tokens: how many tokens of a draft a step tries at most; 0 tries none.
-        draft: `(text, count) -> tokens`, up to count of them that may follow; by default `drafts.prompt_lookup`.
+        draft: `(text, count) -> tokens`, up to count of them that may follow; by default `drafts.prompt_lookup`. Where
+            it has a method `many(texts, counts)`, as `te.DraftModel` has, that is called once for all sequences.
+        prefill_tokens: of a prompt a step computes so many tokens at most, so that others wait less; None is all.
+        fp8_kv: the cache has FP8 codes of keys and values (`reference.nn.attentions.fp8_keys_values`); None is as
+            `te.keys_and_values_in_fp8` has set the model's attention, so that its trainer computes the same words.
+        cuda_graphs: replay steps of one token from a CUDA graph for each batch size, rounded up to a power of two.
+            `forward` must not wait for the GPU, and weights must stay where they are. Pages that are gathered (other
+            sizes than multiples of 128, and fp8_kv) are so up to max_sequence_length. On a CPU such steps read the
+            same fixed tensors, without a graph.
 
     Attributes:
         cache: the `InferenceParams`.
@@ -134,6 +143,9 @@ class Generator:
         bos: int | None = None,
         draft_tokens: int = 0,
         draft: Draft = prompt_lookup,
+        prefill_tokens: int | None = None,
+        fp8_kv: bool | None = None,
+        cuda_graphs: bool = False,
     ) -> None:
         cores = [module for module in model.modules() if isinstance(module, DotProductAttention)]
         kinds = {
@@ -145,11 +157,14 @@ class Generator:
                 f"keys and of values) and the mask types {sorted({c.attn_mask_type for c in cores})}; one kind and "
                 f"causal types are accepted (Hugging Face's models get them by te.convert(model, blocks=True))."
             )
+        if prefill_tokens is not None and prefill_tokens < 1:
+            raise ValueError(f"Generator: prefill_tokens={prefill_tokens}; None or 1 and more are accepted.")
         parameter = next(model.parameters())
         heads, k, v = kinds.pop()
         wide = dtype or (torch.bfloat16 if parameter.dtype == torch.float32 else parameter.dtype)
         pages = total_num_pages or max_batch_size * -(-max_sequence_length // page_size)
         self.model, self.draft_tokens, self.draft, self.bos = model, draft_tokens, draft, bos
+        self.prefill_tokens = prefill_tokens
         self.cache = InferenceParams(
             max_batch_size,
             max_sequence_length,
@@ -162,8 +177,10 @@ class Generator:
             page_size=page_size,
             qkv_format="thd",
             device=parameter.device,
+            fp8_kv=any(core.fp8_kv for core in cores) if fp8_kv is None else fp8_kv,
         )
         self._forward = forward or self._forward_of_model
+        self._graphed = GraphedStep(self._logits_of) if cuda_graphs else None
         self._batch_first = cores[0].qkv_format == "bshd"
         self.waiting: deque[_Request] = deque()
         self.running: dict[int, _Request] = {}
@@ -175,6 +192,11 @@ class Generator:
             return self.model(tokens, inference_params=cache)  # type: ignore[no-any-return]
         where = {"position_ids": cache.positions[None], "use_cache": False}
         return self.model(input_ids=tokens, inference_params=cache, **where).logits  # type: ignore[no-any-return]
+
+    def _logits_of(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Logits [t, V] of tokens [t], whose places `pre_step` has said."""
+        logits = self._forward(tokens[None] if self._batch_first else tokens[:, None], self.cache)
+        return logits.reshape(len(tokens), -1)
 
     @property
     def busy(self) -> bool:
@@ -205,7 +227,7 @@ class Generator:
         text = [*([] if self.bos is None else [self.bos]), *map(int, prompt)]
         if not text:
             raise ValueError("Generator.add: prompt is empty; a token is accepted, or a Generator with bos.")
-        most = min(self.cache.max_sequence_length, self._pages.count * self._pages.size)
+        most = min(self.cache.max_sequence_length, self.pages.count * self.pages.size)
         if limit < 1 or len(text) + limit > most:
             raise ValueError(
                 f"Generator.add: a text of {len(text)} tokens with max_new_tokens={limit}; 1 or more are accepted, and "
@@ -246,8 +268,26 @@ class Generator:
     def evict(self, name: int) -> None:
         """Let a running request give up its pages and wait at the front of the queue; no word of its text changes."""
         self.waiting.appendleft(self.running.pop(name))
-        if name in self._pages.lengths:
+        if name in self.pages.lengths:
             self.cache.drop(name)
+
+    def cancel(self, name: int) -> None:
+        """Forget a request that is running or waits; one that is done already stays so."""
+        if self.running.pop(name, None) is not None and name in self.pages.lengths:
+            self.cache.drop(name)
+        self.waiting = deque(one for one in self.waiting if one.name != name)
+
+    def forget(self) -> None:
+        """Forget all keys and values, as after a change of the model's weights; running requests wait again.
+
+        Their next tokens then follow on keys and values of the new weights.
+        """
+        for name in list(self.running)[::-1]:
+            self.waiting.appendleft(self.running.pop(name))
+        self._kept.clear()
+        self.cache.reset()
+        if self._graphed is not None:
+            self._graphed.forget()
 
     # --- a step --------------------------------------------------------------------------------------
 
@@ -268,28 +308,30 @@ class Generator:
             )
         try:
             self._admit()
-            drafts = {name: self._drafted(one) for name, one in self.running.items()}
+            drafts = self._drafts()
             self._make_room(drafts)
             return self._found(drafts) if self.running else []
         except BaseException:
-            for name in list(self.running)[::-1]:
-                self.waiting.appendleft(self.running.pop(name))
-            self._kept.clear()
-            self.cache.reset()
+            self.forget()
             raise
 
     @property
-    def _pages(self) -> Any:
+    def pages(self) -> Any:
+        """The cache's page table."""
         return self.cache.pages
 
-    def _new(self, request: _Request) -> list[int]:
+    def _missing(self, request: _Request) -> list[int]:
         """Tokens of a request that are not in the cache."""
-        return request.text[self._pages.lengths.get(request.name, 0) :]
+        return request.text[self.pages.lengths.get(request.name, 0) :]
+
+    def _new(self, request: _Request) -> list[int]:
+        """Those that a step computes."""
+        return self._missing(request)[: self.prefill_tokens]
 
     def _fits(self, extra: dict[int, list[int]]) -> bool:
         """Whether pages suffice for a step of all running requests with `extra` tokens; prefixes may go for it."""
         steps = {name: len(self._new(one)) + len(extra.get(name, ())) for name, one in self.running.items()}
-        while self._pages.needed(steps) > len(self._pages.free):
+        while self.pages.needed(steps) > len(self.pages.free):
             if not self._kept:
                 return False
             oldest = next(iter(self._kept))
@@ -301,7 +343,7 @@ class Generator:
         while self.waiting and len(self.running) < self.cache.max_batch_size:
             one = self.waiting[0]
             source, tokens = self._prefix(one.text)
-            if any(_common(one.text[:-1], r.text) >= tokens + self._pages.size for r in self.running.values()):
+            if any(_common(one.text[:-1], r.text) >= tokens + self.pages.size for r in self.running.values()):
                 return  # this step computes more of its prefix, so the next one need not
             if tokens:
                 self.cache.share(one.name, source, tokens)
@@ -317,18 +359,24 @@ class Generator:
         """The sequence in the cache that begins like a text, and with how many tokens: a page at least, or 0."""
         texts: dict[Any, list[int]] = {**self._kept, **{name: r.text for name, r in self.running.items()}}
         best: tuple[Any, int] = (None, 0)
-        for name, length in self._pages.lengths.items():
+        for name, length in self.pages.lengths.items():
             tokens = _common(text[:-1], texts[name][:length])
-            if tokens >= max(self._pages.size, best[1] + 1):
+            if tokens >= max(self.pages.size, best[1] + 1):
                 best = (name, tokens)
         return best
 
-    def _drafted(self, request: _Request) -> list[int]:
-        """A draft of a request whose prompt is in the cache, for tokens that it may still get beside the next one."""
-        count = min(self.draft_tokens, request.left - 1)
-        if count < 1 or len(self._new(request)) > 1:
-            return []
-        return [int(token) for token in self.draft(request.text, count)][:count]
+    def _drafts(self) -> dict[int, list[int]]:
+        """Drafts of requests whose prompt is in the cache, for tokens that they may still get beside the next one."""
+        counts = {
+            name: min(self.draft_tokens, one.left - 1) if len(self._missing(one)) == 1 else 0
+            for name, one in self.running.items()
+        }
+        names = [name for name, count in counts.items() if count > 0]
+        texts, wanted = [self.running[name].text for name in names], [counts[name] for name in names]
+        many = getattr(self.draft, "many", None)
+        found = many(texts, wanted) if many is not None and names else map(self.draft, texts, wanted)
+        drafts = {name: [int(x) for x in one][: counts[name]] for name, one in zip(names, found, strict=True)}
+        return {name: drafts.get(name, []) for name in self.running}
 
     def _make_room(self, drafts: dict[int, list[int]]) -> None:
         if self._fits(drafts):
@@ -340,14 +388,19 @@ class Generator:
     def _found(self, drafts: dict[int, list[int]]) -> list[Token]:
         """Run the forward of all running requests and their drafts, and draw."""
         running = list(self.running.values())
+        ready = [len(self._new(one)) == len(self._missing(one)) for one in running]
         new = [self._new(one) + drafts[one.name] for one in running]
         self.cache.pre_step({one.name: len(tokens) for one, tokens in zip(running, new, strict=True)})
-        tokens = torch.tensor([x for one in new for x in one], dtype=torch.int64, device=self.cache.device)
-        logits = self._forward(tokens[None] if self._batch_first else tokens[:, None], self.cache)
-        logits = logits.reshape(len(tokens), -1)
+        packed = [x for one in new for x in one]
+        if self._graphed is not None and len(packed) == len(running):
+            logits = self._graphed(packed, self.cache)
+        else:
+            logits = self._logits_of(torch.tensor(packed, dtype=torch.int64, device=self.cache.device))
 
+        if not any(ready):
+            return []
         ends = accumulate(map(len, new))
-        counts = [1 + len(drafts[one.name]) for one in running]
+        counts = [1 + len(drafts[one.name]) if last else 0 for one, last in zip(running, ready, strict=True)]
         rows = [end - n + i for end, n in zip(ends, counts, strict=True) for i in range(n)]
         logits = logits.index_select(0, torch.tensor(rows, dtype=torch.int64, device=logits.device))
         settings = [one.sampling for one, n in zip(running, counts, strict=True) for _ in range(n)]
@@ -358,6 +411,7 @@ class Generator:
         return [
             x
             for one, n in zip(running, counts, strict=True)
+            if n
             for x in self._taken(one, drafts, [next(pairs) for _ in range(n)])
         ]
 

@@ -60,8 +60,10 @@ class Sampling:
 
 def uniform(seeds: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
     """u, float64 `[rows]` on the CPU: of each row's seed and its sequence's length."""
-    words = [int(philox.element_words(seed, at, 1)[0][0]) for seed, at in zip(seeds, positions, strict=True)]
-    return torch.from_numpy(np.array(words, np.float64) * 2.0**-32)
+    key, at, low = np.array(seeds, np.uint64), np.array(positions, np.uint64), np.uint64(0xFFFFFFFF)
+    high = np.uint64(32)
+    words = philox.philox4x32((at & low, at >> high, 0, 0), (key & low, key >> high))
+    return torch.from_numpy(words[0] * 2.0**-32)
 
 
 def kept(weights: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:

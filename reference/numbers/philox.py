@@ -17,6 +17,7 @@ every tensor gets its own. `offset` is for generators that draw many times from 
 
 from collections.abc import Callable, Sequence
 from math import prod
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -37,10 +38,10 @@ _32 = np.uint64(32)
 _CHUNK = 1 << 13
 
 
-def philox4x32(counter: Sequence[npt.ArrayLike], key: tuple[int, int], rounds: int = 10) -> list[Words]:
+def philox4x32(counter: Sequence[npt.ArrayLike], key: tuple[Any, Any], rounds: int = 10) -> list[Words]:
     """The four words of each counter: four uint64 arrays that hold 32-bit words.
 
-    counter: four arrays (broadcast against each other) of 32-bit words; key: two 32-bit words.
+    counter: four arrays (broadcast against each other) of 32-bit words; key: two 32-bit words, or two such arrays.
     """
     c0, c1, c2, c3 = np.broadcast_arrays(*(np.asarray(word, dtype=np.uint64) for word in counter))
     k0, k1 = key

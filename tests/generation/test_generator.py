@@ -1,7 +1,6 @@
 """A request's words are those of the trainer's forward and of a loop without a cache, whoever else is in the batch."""
 
 import copy
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,67 +8,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from shared.inference_cases import BF16, HIDDEN, Decoder, fp8
+from shared.inference_cases import BF16, Decoder, fp8
+from shared.text_models import ROOM, VOCABULARY, Model, alone, check, model_of
 
 import optimized  # noqa: F401  (registers the CUDA implementations)
 import reference as te
 from reference.generation.generator import Completion
-from reference.generation.sampling import sample
-
-VOCABULARY, ROOM = 48, 64
-
-
-class Model(torch.nn.Module):
-    """Numbers [s, b] to logits [s, b, V], or batch first."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__()
-        self.decoder = Decoder(**options)
-        common: dict[str, Any] = {"params_dtype": self.decoder.dtype, "device": "cpu"}
-        torch.manual_seed(7)
-        self.table = te.Embedding(VOCABULARY, HIDDEN, **common)
-        self.norm = te.LayerNorm(HIDDEN, **common)
-        self.head = te.Linear(HIDDEN, VOCABULARY, **common)
-
-    def forward(self, text: torch.Tensor, **more: Any) -> torch.Tensor:
-        found: torch.Tensor = self.head(self.norm(self.decoder(self.table(text), **more)))
-        return found
-
-
-@functools.cache
-def model_of(name: str) -> Model:
-    """A model whose scales training has found."""
-    options = {"window": {"window_size": (7, 0)}, "batch first": {"attn_input_format": "bshd"}, "plain": {}}
-    model = Model(layers=2, num_gqa_groups=2, **options[name])
-    model.decoder.trained()
-    with torch.no_grad():  # of different words, and not the likeliest ones alone
-        model.head.weight.mul_(6)
-    return model.eval()
-
-
-def whole(model: Model, text: Sequence[int]) -> torch.Tensor:
-    """The trainer's forward: logits [s, V]."""
-    tokens = torch.tensor(text)
-    return model(tokens[None] if model.decoder.dim else tokens[:, None]).view(len(text), VOCABULARY)
-
-
-@torch.no_grad()
-def alone(model: Model, prompt: Sequence[int], count: int, one: te.Sampling) -> list[int]:
-    """The new tokens, by a forward of the whole text for each."""
-    text = list(prompt)
-    for _ in range(count):
-        text += sample(whole(model, text)[-1:].contiguous(), [one], [len(text)]).tolist()
-    return text[len(prompt) :]
-
-
-def check(model: Model, prompt: Sequence[int], found: Any, count: int, one: te.Sampling) -> None:
-    """Tokens as by themselves, and log-probabilities as by the trainer's loss."""
-    assert found.tokens == alone(model, prompt, count, one)
-    with torch.no_grad():
-        text = [*prompt, *found.tokens]
-        losses = te.cross_entropy(whole(model, text[:-1]), torch.tensor(text[1:]), reduction="none")
-    expected = (-losses[len(prompt) - 1 :]).tolist()
-    assert found.logprobs == expected
 
 
 def generator(model: Model, **more: Any) -> te.Generator:
@@ -110,6 +54,8 @@ def test_words_do_not_depend_on_the_schedule(name: str, in_fp8: bool, data: st.D
         total_num_pages=draw(st.integers(least, 3 * least)),
         draft_tokens=draw(st.sampled_from([0, 1, 4])),
         bos=1 if empty else None,
+        cuda_graphs=draw(st.booleans()),
+        prefill_tokens=draw(st.sampled_from([None, 1, 3, 7])),
     )
     requests = list(zip(prompts, each, strict=True))
     found: dict[int, tuple[list[int], list[float]]] = {}
@@ -158,6 +104,51 @@ def test_drafts_change_no_word_and_save_steps(draft: str, in_fp8: bool) -> None:
             check(model, prompt, Completion([w.token for w in words], [w.logprob for w in words], "length"), count, one)
             if draft != "lookup":  # the first step has no draft, the others have 1 + 4 tokens, or 1 + 2, or 1
                 assert steps == {"right": 4, "wrong": 12, "half": 5}[draft]
+
+
+def test_a_long_prompt_comes_in_pieces() -> None:
+    """While it does, others get a token in each step."""
+    model, long, short = model_of("plain"), list(range(2, 42)), [3, 4]
+    made = generator(model, prefill_tokens=8)
+    sizes = []
+    inner = made._forward
+    made._forward = lambda tokens, cache: sizes.append(len(tokens)) or inner(tokens, cache)
+    first = made.add(short, 8)
+    words = made.step()
+    second = made.add(long, 3)
+    while made.busy:
+        words += made.step()
+    assert sizes == [2, 9, 9, 9, 9, 9, 2, 2]  # 40 tokens in five pieces, the last of which gives a token
+    assert [x.name for x in words] == [first] * 5 + [first, second] * 3
+    for name, prompt, count in ((first, short, 8), (second, long, 3)):
+        tokens = [x.token for x in words if x.name == name]
+        assert tokens == alone(model, prompt, count, te.Sampling())
+    with pytest.raises(ValueError, match=r"^Generator: prefill_tokens=0; None or 1 and more are accepted"):
+        generator(model, prefill_tokens=0)
+
+
+@pytest.mark.parametrize("in_fp8", [False, True])
+def test_a_model_drafts_for_all_sequences_at_once(in_fp8: bool) -> None:
+    """The model itself guesses right, so that four steps with drafts give what 16 give; another one guesses wrong."""
+    model, prompts = model_of("plain"), [[3, 4, 5], list(range(2, 30)), [9]]
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.head.weight.neg_()
+    options = {"max_batch_size": 3, "max_sequence_length": ROOM}
+    with fp8(in_fp8):
+        for small, steps in ((model, 1 + 3), (other, 16)):
+            draft = te.DraftModel(small, **options)
+            made, count = generator(model, draft_tokens=4, draft=draft), 0
+            names = [made.add(prompt, 16) for prompt in prompts]
+            words: list[Any] = []
+            while made.busy:
+                words += made.step()
+                count += 1
+            assert count == steps
+            for name, prompt in zip(names, prompts, strict=True):
+                assert [x.token for x in words if x.name == name] == alone(model, prompt, 16, te.Sampling())
+        assert draft([1] * (ROOM - 2), 4) == draft([1] * (ROOM - 2), 2)  # its cache has room for no more
+        assert draft([1] * ROOM, 4) == []
 
 
 def test_a_stop_token_ends_a_request_and_a_draft_behind_it_is_forgotten() -> None:
@@ -222,6 +213,54 @@ def test_an_error_in_a_forward_loses_no_request() -> None:
             assert [one.name for one in made.waiting] == names
     for name, prompt in zip(names, prompts, strict=True):
         assert words[name] == alone(model, prompt, 6, te.Sampling())
+
+
+def test_a_cancelled_request_is_gone_and_changes_nobody() -> None:
+    model, prompts = model_of("plain"), [[2, 3, 4], [5, 4, 3, 2], [6, 7]]
+    made = generator(model, max_batch_size=2)
+    names = [made.add(prompt, 8) for prompt in prompts]
+    words = made.step()
+    made.cancel(names[0])  # it runs
+    words += made.step()
+    more = made.add([9], 8)
+    made.cancel(more)  # it waits
+    made.cancel(more)
+    while made.busy:
+        words += made.step()
+    for name, prompt in zip(names[1:], prompts[1:], strict=True):
+        assert [x.token for x in words if x.name == name] == alone(model, prompt, 8, te.Sampling())
+    assert {x.name for x in words} == set(names)
+    assert len([x for x in words if x.name == names[0]]) == 1
+
+
+def test_forget_lets_changed_weights_write_the_rest() -> None:
+    """Without it, keys of the weights of before would stay: of what runs, and of prefixes that are kept."""
+    model, prompt, one = copy.deepcopy(model_of("plain")), list(range(2, 30)), te.Sampling(1.0, seed=2)
+    made = generator(model)
+    made.generate([prompt], 2)
+    made.add(prompt, 8, one)
+    words = [word.token for _ in range(3) for word in made.step()]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.125)
+    made.forget()
+    assert not made.running
+    while made.busy:
+        words += [word.token for word in made.step()]
+    assert words[3:] == alone(model, prompt + words[:3], 5, one)
+    check(model, prompt, made.generate([prompt], 8)[0], 8, te.Sampling())
+
+
+@pytest.mark.parametrize("recipe", [te.recipe.Float8RowwiseScaling(), te.recipe.MXFP8BlockScaling()], ids=repr)
+def test_recipes_whose_scales_are_of_one_token(recipe: Any) -> None:
+    """Prompts in pieces, drafts, shared prefixes and fixed steps, with a cache of 16 bits and of FP8."""
+    prompts, each = [list(range(2, 34)), [*range(2, 33), 7], [9] * 32], [te.Sampling(), te.Sampling(0.9, seed=1)]
+    each.append(te.Sampling(1.0, top_k=9, seed=2))
+    for model in (model_of("plain"), te.keys_and_values_in_fp8(copy.deepcopy(model_of("plain")))):
+        with te.autocast(recipe=recipe):
+            made = generator(model, prefill_tokens=20, draft_tokens=2, cuda_graphs=True)
+            for prompt, found, one in zip(prompts, made.generate(prompts, 5, each), each, strict=True):
+                check(model, prompt, found, 5, one)
 
 
 def test_under_torch_autocast_with_fp32_parameters() -> None:

@@ -12,7 +12,7 @@ from shared.bits import assert_same_bits
 
 import optimized  # noqa: F401  (registers the CUDA implementations)
 from reference.generation.drafts import prompt_lookup
-from reference.generation.sampling import Sampling, sample
+from reference.generation.sampling import Sampling, sample, uniform
 from reference.numbers import elementary, philox
 
 twin = torch.ops.twin
@@ -142,3 +142,10 @@ def test_a_gpu_draws_the_same_tokens(device: torch.device) -> None:
     logits = torch.randn(len(SETTINGS), 5000, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
     positions = list(range(len(SETTINGS)))
     assert sample(logits.to(device), SETTINGS, positions).tolist() == sample(logits, SETTINGS, positions).tolist()
+
+
+def test_numbers_of_many_rows_are_those_of_each() -> None:
+    """Word 0 of Philox4x32 with the row's seed as its key, and its sequence's length as the counter."""
+    seeds, positions = [0, 7, 2**32 + 5, 2**63, 2**64 - 1], [0, 1, 12345, 2**31, 2**33 + 1]
+    words = [int(philox.element_words(seed, at, 1)[0][0]) for seed, at in zip(seeds, positions, strict=True)]
+    assert uniform(seeds, positions).tolist() == [word / 2**32 for word in words]

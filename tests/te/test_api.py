@@ -121,7 +121,7 @@ EXTRA = {
     "DelayedScaling": ["*", "override_linear_precision=(False, False, False)", "params_dtype=None", "device=None"],
     "DotProductAttention.__init__": ["*", "device=None", "attention_backend='exact'"],
     "MultiheadAttention.__init__": ["*", "attention_backend='exact'"],
-    "InferenceParams.__init__": ["*", "device=None"],
+    "InferenceParams.__init__": ["*", "device=None", "fp8_kv=False"],
     "TransformerLayer.__init__": ["*", "attention_backend='exact'", "use_fp8=None"],  # introductions write use_fp8
 }
 

@@ -19,6 +19,7 @@ import torch
 from reference.checkpoints import checkpoint_format, transformer_engine_state
 from reference.memory.recompute import Run, current_run
 from reference.nn.attentions.exact_attention import Equation
+from reference.nn.attentions.fp8_keys_values import check_core
 from reference.nn.attentions.heads import dense_rows
 from reference.nn.core.compiled import before
 from reference.nn.core.context import BlockContext
@@ -137,6 +138,7 @@ class FP8Attention(TransformerEngineBaseModule):
 
     fp8_sizes = ("kv_channels",)
     return_max_logit = False
+    fp8_kv = False  # whether keys and values go through FP8 codes (`keys_and_values_in_fp8`)
 
     def own_roles(self) -> Roles:
         return Roles(others=ROLES)
@@ -169,6 +171,8 @@ class FP8Attention(TransformerEngineBaseModule):
     def refuse_in_fp8(self, layer: str, dtype: torch.dtype, bias: bool, cached: bool) -> None:
         """Refuse what attention in FP8 does not take, if a forward now would run in it; `layer` names the caller."""
         core: Any = self
+        if self.fp8_kv:
+            check_core(layer, core, dtype)
         exact, vanilla, channels = core.attention_backend == "exact", core.softmax_type == "vanilla", core.kv_channels
         fits, looks = isinstance(channels, int) and channels % 16 == 0, core.return_max_logit
         if (

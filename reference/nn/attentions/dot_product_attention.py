@@ -418,7 +418,8 @@ class DotProductAttention(SharesContext, OfCoreAttention, FP8Attention):
         """How to attend now; a window of None is the constructor's."""
         window = window_of("DotProductAttention", MASK_NAMES, mask_type, self.window_size if window is None else window)
         p = self.attention_dropout if self.training else 0.0
-        return Equation(self.softmax_scale, mask_type, window, p, self.attention_backend)
+        found = Equation(self.softmax_scale, mask_type, window, p, self.attention_backend)
+        return found._replace(fp8_kv=True) if self.fp8_kv else found
 
     def random_state(self, inp: torch.Tensor, equation: Equation) -> torch.Tensor | None:
         """The newly seeded state from which `twin::attention` drops in this forward; None where it drops nothing."""

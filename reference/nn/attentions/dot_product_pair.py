@@ -18,6 +18,7 @@ import torch
 
 from reference.nn.attentions import attention_fp8, exact_attention, torch_attention
 from reference.nn.attentions.exact_attention import Equation, Qkv
+from reference.nn.attentions.fp8_keys_values import rounded
 from reference.nn.attentions.heads import dense_rows
 from reference.nn.attentions.inference_step import Cached, attended_in_pages, entered
 from reference.nn.attentions.no_grad_inputs import NoGradInputs, Tensor
@@ -80,7 +81,8 @@ class Saved(NamedTuple):
     """What backward reads.
 
     Attributes:
-        q, k, v: in their layout, gathered ones as sequences; None in FP8, where `attended` has codes.
+        q, k, v: as attention read them, in their layout, gathered ones as sequences; None in FP8, where `attended` has
+            codes.
         attended: the core's results; with `Plan.recomputes` the random state from before it.
         added: a bias, or sinks.
     """
@@ -116,6 +118,8 @@ def attend(
 
     q, k and v are in their layout; `added`: a bias, or sinks; `fp8`: the context of attention in FP8.
     """
+    if plan.equation.fp8_kv and reads.step_key_scales is None:  # else they become codes in the cache
+        k, v = rounded(k), rounded(v)
     if plan.gathers:
         of_q, of_kv = reads.maps()
         q, k, v = to_sequences(q, of_q), to_sequences(k, of_kv), to_sequences(v, of_kv)

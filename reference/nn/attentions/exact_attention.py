@@ -20,7 +20,10 @@ Mask = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
 
 
 class Equation(NamedTuple):
-    """How to attend: scale, Transformer Engine's mask type, the window, dropout's p, the backend, the bias's type."""
+    """How to attend: scale, Transformer Engine's mask type, the window, dropout's p, the backend, the bias's type.
+
+    `fp8_kv`: keys and values go through FP8 codes first (`fp8_keys_values.py`).
+    """
 
     scale: float
     mask_type: str
@@ -29,6 +32,7 @@ class Equation(NamedTuple):
     backend: str
     bias: str = "no_bias"
     softmax: str = "vanilla"
+    fp8_kv: bool = False
 
     def options(
         self,

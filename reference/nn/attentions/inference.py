@@ -27,6 +27,8 @@ from typing import Any
 import torch
 
 from reference.arguments import check_arguments, is_int
+from reference.nn.attentions.fixed_step import FixedStep, Places
+from reference.nn.attentions.fp8_keys_values import CODES
 from reference.nn.attentions.inference_step import Cached, StepTensors
 from reference.nn.attentions.pages import Pages
 from reference.nn.core.attributes import OfCache
@@ -50,8 +52,12 @@ class InferenceParams(OfCache, DeviceDefault):
         qkv_format: "thd" packs the new tokens; "sbhd" and "bshd" have no effect, because a layer's own format counts.
         max_ctx_len: accepted as in Transformer Engine, without effect. custom_cache_manager: only None is offered.
         device: of the caches; None is the package's own.
+        fp8_kv: pages hold FP8 codes of keys and values, and scales of each head of each token; dtype is bf16, and heads
+            have a multiple of 16 channels. Attention reads what they stand for (`fp8_keys_values.py`): pages of the
+            batch are dequantized in each step.
 
     Attributes:
+        scales: with fp8_kv by layer number, scale_inv of keys and of values, fp32 [pages, page_size, num_heads_kv].
         cache: by layer number, keys and values [max_batch_size, max_sequence_length, num_heads_kv, head_dim_k or _v];
             in pages [total_num_pages, page_size, ...].
         sequences: the length of each sequence in the batch, its new tokens included, in the order of the batch.
@@ -80,8 +86,9 @@ class InferenceParams(OfCache, DeviceDefault):
         custom_cache_manager: Any = None,
         *,
         device: torch.device | str | None = None,
+        fp8_kv: bool = False,
     ) -> None:
-        check_arguments("InferenceParams", locals())
+        check_arguments("InferenceParams", {name: x for name, x in locals().items() if name != "fp8_kv"})
         assert num_heads_kv is not None
         assert head_dim_k is not None
         assert dtype is not None
@@ -90,7 +97,14 @@ class InferenceParams(OfCache, DeviceDefault):
         self.head_dim_v, self.is_paged = self.head_dim_k if head_dim_v is None else int(head_dim_v), is_paged
         self.packed, self.total_num_pages, self.page_size = qkv_format == "thd", total_num_pages, page_size
         self.pages = self._pages(is_paged, total_num_pages, page_size)
+        self.fp8_kv = bool(fp8_kv)
+        if self.fp8_kv and (self.pages is None or dtype != torch.bfloat16 or head_dim_k % 16 or self.head_dim_v % 16):
+            raise ValueError(
+                f"InferenceParams: fp8_kv=True with dtype={dtype}, heads of {head_dim_k} and {self.head_dim_v} "
+                f"channels and is_paged={is_paged}; bfloat16, multiples of 16 and pages ('thd' has them) are accepted."
+            )
         self.cache: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.scales: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.kept: dict[Any, Any] = {}
         self.sequences: dict[Hashable, int] = {}
         self._starts: list[int] = []
@@ -100,6 +114,8 @@ class InferenceParams(OfCache, DeviceDefault):
         self._ran: set[int] = set()  # layers, since the last `pre_step`
         self._captured = False
         self._mixed: dict[Any, tuple[torch.Tensor, ...]] = {}
+        self._fixed: dict[int, FixedStep] = {}  # by their rows
+        self._held: FixedStep | None = None  # what the next forward reads
         self.max_ctx_len = self.max_sequence_length if max_ctx_len is None else int(max_ctx_len)
         self.input_qkv_format, self.cache_qkv_format = qkv_format, "bshd"
         device = self.resolve_device(device)
@@ -154,13 +170,17 @@ class InferenceParams(OfCache, DeviceDefault):
         shape = (*rows, self.num_heads_kv)
         with torch.inference_mode(False):
             sizes = (self.head_dim_k, self.head_dim_v)
-            made = [torch.zeros(*shape, size, dtype=self.dtype, device=self.device) for size in sizes]
+            dtype = CODES if self.fp8_kv else self.dtype
+            made = [torch.zeros(*shape, size, dtype=dtype, device=self.device) for size in sizes]
+            if self.fp8_kv:
+                scales = [torch.zeros(shape, dtype=torch.float32, device=self.device) for _ in sizes]
+                self.scales[int(layer_number)] = (scales[0], scales[1])
         self.cache[int(layer_number)] = (made[0], made[1])
 
     def reset(self) -> None:
         """Forget all sequences; the memory stays."""
         self.sequences, self._starts, self._steps = {}, [], []
-        self._ran = set()
+        self._ran, self._held = set(), None
         self._mixed.clear()
         if self.pages is not None:
             self.pages.reset()
@@ -213,6 +233,7 @@ class InferenceParams(OfCache, DeviceDefault):
         different numbers of new tokens, those of each are at its row's beginning.
         """
         steps = self._checked(step_dict)
+        self._held = None
         if self.pages is not None:
             return self._step_in_pages(self.pages, dict(zip(step_dict, steps, strict=True)))
         before = list(self.sequences)
@@ -242,14 +263,44 @@ class InferenceParams(OfCache, DeviceDefault):
         copies = [copy for name, new in steps.items() for copy in pages.extend(name, new)]
         if copies:
             at, to = (torch.tensor(one, dtype=torch.int64, device=self.device) for one in zip(*copies, strict=True))
-            for both in self.cache.values():
-                for cache in both:
+            for both in (*self.cache.values(), *self.scales.values()):
+                for one in both:
+                    cache = one.view(torch.uint8) if one.dtype == CODES else one
                     cache.index_copy_(0, to, cache.index_select(0, at))
         self.sequences = {name: pages.lengths[name] for name in steps}
         self._starts, self._steps, self._ran = starts, list(steps.values()), set()
         self._mixed.clear()
         self.pre_step_seqlens[: len(starts)] = torch.tensor(starts, dtype=torch.int32, device="cpu")
         return self.sequences
+
+    def hold(self, tokens: list[int], rows: int) -> torch.Tensor:
+        """Let the next forward read its tokens and their places from tensors that stay where they are, for CUDA graphs.
+
+        It follows on a `pre_step` of one token of each sequence, where new tokens are packed.
+
+        Args:
+            tokens: the new token of each sequence.
+            rows: of the forward, as many as there are sequences or more; the others are copies of the first one.
+
+        Returns:
+            int64 [rows], the forward's tokens; the same tensor each time.
+        """
+        if not self.packed or self._steps != [1] * len(tokens) or rows < len(tokens) or not tokens:
+            raise ValueError(
+                f"InferenceParams.hold: {len(tokens)} tokens and rows={rows} with packed={self.packed} after a "
+                f"pre_step of {self._steps}; one token of each sequence, packed, and no fewer rows are accepted."
+            )
+        pages = self._with_pages("hold")
+        if rows not in self._fixed:
+            self._fixed[rows] = FixedStep(rows, self._columns_of(pages), self.device)
+        self._held = self._fixed[rows]
+        new = [pages.rows(name, start)[0] for name, start in zip(self.sequences, self._starts, strict=True)]
+        self._held.fill(tokens, Places(list(self.sequences.values()), [pages.of[x] for x in self.sequences], new))
+        return self._held.tokens
+
+    def replayed(self) -> None:
+        """All layers have run: a graph has replayed their step."""
+        self._ran.update(self.cache)
 
     def _checked(self, step_dict: Mapping[Hashable, int]) -> list[int]:
         """The numbers of new tokens, after everything that `pre_step` refuses."""
@@ -358,6 +409,7 @@ class InferenceParams(OfCache, DeviceDefault):
                 f"one dtype and one device are accepted."
             )
         wanted = (1, sum(self._steps)) if self.packed else (self.batch_size, max(self._steps, default=0))
+        wanted = wanted if self._held is None else (1, self._held.rows)
         if sizes != wanted:
             raise ValueError(
                 f"{layer}: a batch of {sizes[0]} with {sizes[1]} new tokens; {wanted[0]} with {wanted[1]}, as pre_step "
@@ -384,10 +436,13 @@ class InferenceParams(OfCache, DeviceDefault):
         self._ran.add(number)
         cache, length, longest = self.cache[number], max(self._steps), max(self.sequences.values())
         if self.pages is not None:
+            most, scales = self._columns_of(self.pages) * self.pages.size, self.scales.get(number, (None, None))
+            if self._held is not None:
+                return Cached("paged", 0, most, 1), StepTensors(*cache, *self._held.tensors, *scales)
             if "paged" not in self._mixed:
                 self._mixed["paged"] = self._paged_tensors(self.pages, length)
-            keys = min(-(-longest // BLOCK) * BLOCK, self._columns_of(self.pages) * self.pages.size)
-            return Cached("paged", 0, keys, length), StepTensors(*cache, *self._mixed["paged"])
+            keys = min(-(-longest // BLOCK) * BLOCK, most)
+            return Cached("paged", 0, keys, length), StepTensors(*cache, *self._mixed["paged"], *scales)
         if length == 1:
             capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
             self._captured = self._captured or capturing
@@ -406,6 +461,8 @@ class InferenceParams(OfCache, DeviceDefault):
     @property
     def positions(self) -> torch.Tensor:
         """int64: each new token's place in its sequence, of tokens in the order [b, s]; packed as they lie."""
+        if self._held is not None:
+            return self._held.places
         places = [list(range(start, start + n)) for start, n in zip(self._starts, self._steps, strict=True)]
         if not self.packed:
             longest = max(self._steps, default=0)

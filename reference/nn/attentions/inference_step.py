@@ -9,6 +9,7 @@ import torch
 
 from reference.arguments import MASK_TYPES
 from reference.nn.attentions.exact_attention import Equation
+from reference.nn.attentions.fp8_keys_values import codes_of, pages_of
 from reference.ops.library import twin
 
 
@@ -39,6 +40,7 @@ class StepTensors(NamedTuple):
         source: int64, which of the tokens in the order [b, s] those are; with "mixed", and with "paged" where there are
             others.
         hidden: bool [b, 1, s, keys], True where a query does not see a key; None with "equal" and "paged".
+        key_scales, value_scales: scale_inv of FP8 keys and values, fp32 [pages, page_size, heads].
         page_table, q_lengths, kv_lengths, q_starts: as `twin::attention_paged` takes them.
     """
 
@@ -52,6 +54,8 @@ class StepTensors(NamedTuple):
     q_lengths: torch.Tensor | None = None
     kv_lengths: torch.Tensor | None = None
     q_starts: torch.Tensor | None = None
+    key_scales: torch.Tensor | None = None
+    value_scales: torch.Tensor | None = None
 
 
 def turned(cached: Cached, step: StepTensors, x: torch.Tensor, angles: torch.Tensor, pairs: bool) -> torch.Tensor:
@@ -111,8 +115,21 @@ def attended_in_pages(
         x = x.transpose(1, 2).reshape(-1, x.shape[1], x.shape[3])
         return x if step.source is None else x.index_select(0, step.source)
 
-    for cache, new in ((step.keys, k), (step.values, v)):
-        cache.view(-1, *cache.shape[2:]).index_copy_(0, at, tokens(new))
+    def enter(cache: torch.Tensor, new: torch.Tensor) -> None:
+        cache.view(-1, *cache.shape[2:]).index_copy_(0, at, new)
+
+    table: Any = step.page_table
+    keys, values = step.keys, step.values
+    if step.key_scales is None or step.value_scales is None:
+        for cache, new in ((keys, k), (values, v)):
+            enter(cache, tokens(new))
+    else:
+        for codes, scales, new in ((keys, step.key_scales, k), (values, step.value_scales, v)):
+            new_codes, new_scales = codes_of(tokens(new))
+            enter(codes.view(torch.uint8), new_codes.view(torch.uint8))
+            enter(scales, new_scales)
+        keys, _ = pages_of(keys, step.key_scales, table, cached.keys)
+        values, table = pages_of(values, step.value_scales, table, cached.keys)
     rows, longest = tokens(q), cached.longest
     rule, (left, right) = "causal_bottom_right" if causal else "none", equation.window
     together = heads // groups if longest == 1 and equation.softmax == "vanilla" and left == -1 else 1
@@ -121,7 +138,7 @@ def attended_in_pages(
         where = (where[0] * together, where[1], where[2] * together)
         rule, right = "none", -1
     given = (equation.scale, rule, left, right, *where, longest * together, cached.keys, sinks)
-    out, m, inv = twin.attention_paged(rows, step.keys, step.values, step.page_table, *given)
+    out, m, inv = twin.attention_paged(rows, keys, values, table, *given)
     if together > 1:
         out = out.view(-1, together, groups, out.shape[2]).transpose(1, 2).reshape(-1, heads, out.shape[2])
         m, inv = (x.reshape(-1, heads, 1) for x in (m, inv))

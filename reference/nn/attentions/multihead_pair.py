@@ -181,9 +181,8 @@ def forward(plan: Plan, context: BlockContext, *tensors: Any) -> tuple[Any, Any]
     if plan.core.gathers or modules.core is not None:
         mixed = joined = None
     else:
-        v = None
-        if plan.rotary is None and plan.norms is None:
-            q = k = None
+        rounds, turns = plan.core.equation.fp8_kv, plan.rotary is not None or plan.norms is not None
+        q, k, v = q if turns else None, k if turns or rounds else None, v if rounds else None
     saved_core = dot_product_pair.Saved(q, k, v, attended.state if plan.core.recomputes else attended, given.added)
     return results, Saved(saved.first, saved_proj, dropped, mixed, joined, saved.key_value, saved.norms, saved_core)
 
@@ -291,7 +290,7 @@ def backward(plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor
     core = saved.core
     if saved.mixed is not None:
         q, k, v = split(plan, saved.mixed, saved.joined)
-        q, k = q if core.q is None else core.q, k if core.k is None else core.k
+        q, k, v = (x if kept is None else kept for x, kept in zip((q, k, v), core[:3], strict=True))
         core = dot_product_pair.Saved(q, k, v, core.attended, core.added)
     by_head = context_grad.view(*plan.shape[:-1], plan.core.heads, plan.heads.channels)
     dq, dk, dv, dadded = dot_product_pair.attend_backward(plan.core, reads, core, modules.core, by_head)

@@ -51,6 +51,8 @@ class NoGradInputs(NamedTuple):
     step_q_lengths: Tensor = None
     step_kv_lengths: Tensor = None
     step_q_starts: Tensor = None
+    step_key_scales: Tensor = None
+    step_value_scales: Tensor = None
 
     @staticmethod
     def of(reads: Any) -> "NoGradInputs":

@@ -5,6 +5,7 @@ of them, in the order of its tokens. Sequences that begin with the same tokens m
 a sequence writes into a page that others have, it gets a copy of its own (`extend` says which pages to copy).
 """
 
+from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping
 
 
@@ -34,18 +35,15 @@ class Pages:
 
     def needed(self, steps: Mapping[Hashable, int], ended: Iterable[Hashable] = ()) -> int:
         """How many free pages `extend` takes for these new tokens, after `drop` of those that have ended."""
-        owners = list(self._owners)
-        for name in ended:
-            for page in self.of[name]:
-                owners[page] -= 1
+        lost = Counter(page for name in ended for page in self.of[name])  # owners, by page
         found = 0
         for name, new in steps.items():
             length, pages = self.lengths.get(name, 0), self.of.get(name, [])
             found += -(-(length + new) // self.size) - len(pages)
-            if new and length % self.size and owners[pages[-1]] > 1:
-                owners[pages[-1]] -= 1
+            if new and length % self.size and self._owners[pages[-1]] - lost[pages[-1]] > 1:
+                lost[pages[-1]] += 1
                 found += 1
-        return found - sum(before > 0 and now == 0 for before, now in zip(self._owners, owners, strict=True))
+        return found - sum(self._owners[page] == count for page, count in lost.items())
 
     def extend(self, name: Hashable, new: int) -> list[tuple[int, int]]:
         """Make room for new tokens of a sequence, which begins with them if there is none; pages to copy, from and to.
