@@ -373,7 +373,7 @@ def refused(group: Any, count: int, rank: int) -> dict[str, torch.Tensor]:
     with pytest.raises(ValueError, match=r"^Linear: inp has shape \[3, 128\] .* the sequence a multiple of 2"):
         odd(x[:3, :128])
     rowwise = te.Linear(256, 256, tp_group=group, parallel_mode="row", params_dtype=BF16)
-    sentence = r"tensor parallelism with quantizers of .* DelayedScaling"
+    sentence = r"ranks that share tensors with quantizers of .* DelayedScaling"
     with pytest.raises(NotImplementedError, match=sentence), te.autocast(recipe=Float8RowwiseScaling()):
         rowwise(x[:, :128])
     for make, sentence in (
