@@ -17,7 +17,7 @@ from optimized.training.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 LIMIT = datetime.timedelta(seconds=600)
-STEPS = 4
+STEPS = 3
 TINY = Settings(
     sequence=16, hidden=32, layers=1, rows=2, steps=4, warmup=2, dropout=0.1, clip=1.0, weight_decay=0.1, accumulate=8
 )
@@ -80,7 +80,6 @@ def alone(size: Settings, steps: int) -> list[str]:
 
 def test_a_run_stops_in_one_layout_and_goes_on_in_another(tmp_path: Path) -> None:
     """Each run begins on two ranks and ends on four."""
-    half = STEPS // 2
     sizes = {"data": TINY, "weights": WIDE, "tokens": LONG}
     first: dict[str, Any] = {"data": {}, "weights": {"tensor": 2}, "tokens": {"context": 2}}
     then: dict[str, Any] = {
@@ -88,8 +87,8 @@ def test_a_run_stops_in_one_layout_and_goes_on_in_another(tmp_path: Path) -> Non
         "weights": {"tensor": 2, "shard": True},
         "tokens": {"context": 2},
     }
-    on_ranks(2, [Job(name, size, half, first[name]) for name, size in sizes.items()], tmp_path / "run")
-    found = on_ranks(4, [Job(name, size, half, then[name]) for name, size in sizes.items()], tmp_path / "run")
+    on_ranks(2, [Job(name, size, STEPS - 1, first[name]) for name, size in sizes.items()], tmp_path / "run")
+    found = on_ranks(4, [Job(name, size, 1, then[name]) for name, size in sizes.items()], tmp_path / "run")
     assert found == {name: alone(size, STEPS) for name, size in sizes.items()}
 
 
