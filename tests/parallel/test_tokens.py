@@ -136,6 +136,12 @@ def refused(group: Any, count: int, rank: int) -> dict[str, torch.Tensor]:
     te.parallel.share_tokens(one, group)
     with pytest.raises(ValueError, match=r"^Linear: inp has shape \[128, 2, 32\] with a group that shares tokens; "):
         one(torch.zeros(128, 2, 32, dtype=BF16))
+    whole = layer(params_dtype=BF16)
+    given(whole)
+    with pytest.raises(
+        ValueError, match=r"^TransformerLayer: hidden_states has shape \[128, 2, 32\] with a group that"
+    ):
+        whole(torch.zeros(128, 2, 32, dtype=BF16))
     with pytest.raises(ValueError, match=r"^Linear: inp has shape \[256, 1, 32\] on the group's rank 0 and \[256, 2,"):
         one(torch.zeros(256, 1 + rank, 32, dtype=BF16))
     recipe, of_two = te.recipe.Float8BlockScaling(x_block_scaling_dim=2, w_block_scaling_dim=1), "a group of 2 ranks"

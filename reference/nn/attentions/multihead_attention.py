@@ -405,7 +405,8 @@ class MultiheadAttention(TensorParallelParts, ContextGroup, OfAttention, DeviceD
         """Refuse what this module or a part of it would refuse, before anything changes; `layer` names the caller."""
         core: Any = self._modules["core_attention"]
         inference, packed = extras.inference, self.qkv_format == "thd" and extras.inference is None
-        first, core_heads = self._modules[self._first_name], self.num_attention_heads // self.tp_size
+        first: Any = self._modules[self._first_name]
+        core_heads = self.num_attention_heads // self.tp_size
         checks.check_input(first, hidden_states, self.hidden_size, "hidden_states", layer, self.qkv_format == "thd")
         if (encoder_output is None) != (self.attention_type == "self"):
             wanted = "no encoder_output" if self.attention_type == "self" else "an encoder_output"
@@ -422,6 +423,7 @@ class MultiheadAttention(TensorParallelParts, ContextGroup, OfAttention, DeviceD
         if self.sequence_parallel:
             shape = torch.Size((shape[0] * self.tp_size, *shape[1:]))
         if self.cp_name is not None:
+            first.check_whole_chunks("hidden_states", hidden_states, layer)
             shape = torch.Size((shape[0] * ranks_of(self.cp_name)[1], *shape[1:]))
         if ours:
             core.refuse_in_fp8(layer, dtype, extras.bias.given, inference is not None)

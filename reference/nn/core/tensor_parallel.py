@@ -147,13 +147,17 @@ class TensorParallel:
 
     def check_rows_of_tokens(self, argument: str, x: torch.Tensor) -> None:
         """Refuse a tensor that is no two chunks of tokens, or whose shape differs between ranks."""
-        if x.dim() < 2 or x.shape[0] % (2 * BLOCK):
-            raise ValueError(
-                f"{type(self).__name__}: {argument} has shape {list(x.shape)} with a group that shares tokens; "
-                f"[sequence, ..., features] is accepted, the sequence a multiple of {2 * BLOCK} on each rank."
-            )
+        self.check_whole_chunks(argument, x, type(self).__name__)
         refuse_beyond_cpu(type(self).__name__, "a group that shares tokens", x.device)
         check_same_on_ranks(type(self).__name__, argument, x, str(self.cp_name))
+
+    def check_whole_chunks(self, argument: str, x: torch.Tensor, layer: str) -> None:
+        """Refuse a tensor that is no two chunks of tokens; `layer` names the caller."""
+        if x.dim() < 2 or x.shape[0] % (2 * BLOCK):
+            raise ValueError(
+                f"{layer}: {argument} has shape {list(x.shape)} with a group that shares tokens; "
+                f"[sequence, ..., features] is accepted, the sequence a multiple of {2 * BLOCK} on each rank."
+            )
 
     # --- a whole layer becomes one that ranks share (`reference.parallel.styles`) ---------------------
 
