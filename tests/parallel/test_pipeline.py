@@ -11,7 +11,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 import reference as te
 
-COUNT, GROUPS, STEPS = 8, 2, 3
+COUNT, GROUPS, STEPS, STAGES = 8, 2, 3, 2
 EACH = COUNT // GROUPS
 ROWS, TOKENS, HIDDEN = 1, 16, 32
 
@@ -51,19 +51,20 @@ def batch(step: int, seed: int) -> torch.Tensor:
 
 
 def program(group: Any, count: int, rank: int, schedule: str, recipe: str) -> dict[str, torch.Tensor]:
-    """Steps of four layers, two on each of two ranks."""
-    mine = None
+    """Steps of four layers, two on each of two stages; the ranks 0 and 1, and 2 and 3, are pipelines."""
+    pipeline = same_stage = run = None
+    place, layers = rank % STAGES, range(4)
     if group is not None:
-        alone = [dist.new_group([one]) for one in range(count)]
-        mine = alone[rank]
-    layers = range(4) if group is None else range(2 * rank, 2 * rank + 2)
-    stage = Stage(layers, RECIPES[recipe], mine)
-    order = te.parallel.GradientOrder(GROUPS, mine)
+        pipelines = [dist.new_group([first, first + 1]) for first in range(0, count, STAGES)]
+        by_stage = [dist.new_group(list(range(one, count, STAGES))) for one in range(STAGES)]
+        pipeline, same_stage = pipelines[rank // STAGES], by_stage[place]
+        layers = range(2 * place, 2 * place + 2)
+    stage = Stage(layers, RECIPES[recipe], same_stage)
+    order = te.parallel.GradientOrder(GROUPS, same_stage)
     optimizer = te.optimizers.FusedAdam(stage.parameters(), lr=1e-2)
-    run: Any = None
     if group is not None:
-        x, y = (torch.zeros(ROWS, TOKENS, HIDDEN, dtype=BF16, requires_grad=grad) for grad in (rank > 0, True))
-        of_rank = PipelineStage(stage, rank, count, torch.device("cpu"), x, y, group=group)
+        x, y = (torch.zeros(ROWS, TOKENS, HIDDEN, dtype=BF16, requires_grad=grad) for grad in (place > 0, True))
+        of_rank = PipelineStage(stage, place, STAGES, torch.device("cpu"), x, y, group=pipeline)
         kind = ScheduleGPipe if schedule == "gpipe" else Schedule1F1B
         run = kind(of_rank, EACH, loss_fn=loss_of, scale_grads=False)
     for step in range(STEPS):
@@ -77,8 +78,8 @@ def program(group: Any, count: int, rank: int, schedule: str, recipe: str) -> di
             for some in order.pipelined(stage, COUNT):
                 rows = slice(some.start * ROWS, some.stop * ROWS)
                 named = {"number": torch.arange(COUNT * step + some.start, COUNT * step + some.stop)}
-                given = (x[rows],) if rank == 0 else ()
-                run.step(*given, target=target[rows] if rank == count - 1 else None, **named)
+                given = () if place else (x[rows],)
+                run.step(*given, target=target[rows] if place == STAGES - 1 else None, **named)  # type: ignore[union-attr]
         optimizer.step()
     found = {name: p.detach() for name, p in stage.named_parameters()}
     for name, module in stage.named_modules():
@@ -92,16 +93,21 @@ CASES = {f"{schedule} {recipe}": (schedule, recipe) for schedule in ("gpipe", "1
 FAST = {name: case for name, case in CASES.items() if name in ("gpipe delayed", "1f1b delayed", "1f1b blocks")}
 
 
-@pytest.mark.parametrize("cases", [FAST, pytest.param(CASES, marks=pytest.mark.slow)], ids=["fast", "all"])
-def test_two_stages_have_the_words_of_one_process(cases: dict[str, Any], tmp_path: Path) -> None:
-    found = on_ranks(2, tmp_path, program, cases)
+@pytest.mark.parametrize(
+    ("count", "cases"),
+    [(2, FAST), pytest.param(2, CASES, marks=pytest.mark.slow), pytest.param(4, FAST, marks=pytest.mark.slow)],
+    ids=["fast", "all", "two pipelines"],
+)
+def test_two_stages_have_the_words_of_one_process(count: int, cases: dict[str, Any], tmp_path: Path) -> None:
+    found = on_ranks(count, tmp_path, program, cases)
     whole = in_one(program, {recipe: ("", recipe) for _, recipe in cases.values()})
     for name, (_, recipe) in cases.items():
-        both: dict[str, torch.Tensor] = {}
-        for one in found:
-            assert not both.keys() & one[name].keys()
-            both |= one[name]
-        compare(name, whole[recipe], [both], lambda _: None)
+        for first in range(0, count, STAGES):
+            both: dict[str, torch.Tensor] = {}
+            for one in found[first : first + STAGES]:
+                assert not both.keys() & one[name].keys()
+                both |= one[name]
+            compare(name, whole[recipe], [both], lambda _: None)
 
 
 def test_what_a_pipeline_refuses() -> None:
