@@ -178,11 +178,6 @@ _GROUP = Rule(
     lambda x: x is None or dist.get_world_size(x) > 0,
     "None and a process group of which this process is a rank are accepted",
 )
-_ONE_OF_RANKS = Rule(
-    lambda x: x is None or (isinstance(x, (list, tuple)) and all(map(is_int, x))),
-    lambda x: x is None or len(x) == 1,
-    "None and a list of one rank are accepted (context parallelism is not offered)",
-)
 _RANKS = Rule(
     lambda x: x is None or (isinstance(x, (list, tuple)) and all(map(is_int, x))),
     _any,
@@ -196,13 +191,12 @@ _CLAMP = Rule(
 )
 _STREAM = Rule(lambda x: x is None or isinstance(x, torch.Stream), _any, "None and a CUDA stream are accepted")
 _NAMES: list[tuple[Rule, str]] = [
-    (_ONE_RANK, "tp_group cp_group"),
+    (_ONE_RANK, "tp_group"),
     (_GROUP, "Linear.tp_group LayerNormLinear.tp_group LayerNormMLP.tp_group MultiheadAttention.tp_group"),
     (_GROUP, "TransformerLayer.tp_group checkpoint.tp_group Float8CurrentScalingQuantizer.amax_reduction_group"),
-    (_GROUP, "Embedding.tp_group DotProductAttention.tp_group DotProductAttention.cp_group dist_process_group"),
+    (_GROUP, "Embedding.tp_group DotProductAttention.tp_group cp_group dist_process_group"),
     (_SIZE, "tp_size"),
-    (_ONE_OF_RANKS, "cp_global_ranks"),
-    (_RANKS, "DotProductAttention.cp_global_ranks"),
+    (_RANKS, "cp_global_ranks"),
     (_STREAM, "cp_stream"),
     (_one_of("p2p", "all_gather", "a2a", "a2a+p2p"), "cp_comm_type"),
     (_FLAG, "sequence_parallel set_parallel_mode"),

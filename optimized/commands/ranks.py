@@ -4,8 +4,10 @@ An error that all know of ends all of them with its sentence, which rank 0 says.
 the others: over gloo as soon as it is gone, over NCCL after `LIMIT` at the latest.
 """
 
+import argparse
 import contextlib
 import datetime
+import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -74,6 +76,32 @@ class Ranks:
             raise CommandError(f"rank {self.rank}: {what} {kept()}".rstrip()) from error
 
 
+def shared_by(args: argparse.Namespace) -> list[str]:
+    """The options by which processes share the run."""
+    given = [("--data-parallel", args.data_parallel), ("--fsdp", args.fsdp)]
+    given += [("--tensor-parallel", args.tensor_parallel > 1), ("--context-parallel", args.context_parallel > 1)]
+    return [option for option, asked in given if asked]
+
+
+def divided(args: argparse.Namespace) -> bool:
+    """Whether a process alone cannot run the model."""
+    return args.fsdp or args.tensor_parallel > 1 or args.context_parallel > 1
+
+
+def check_layout(args: argparse.Namespace, me: Ranks) -> None:
+    """Refuse a number of processes that the options do not divide."""
+    size = math.prod(inner(args).values())
+    sharing = " ".join(f"{option} {n}" for option, n in inner(args).items() if n > 1)
+    if me.count % size or (me.count > size > 1 and not args.data_parallel):
+        accepted = f"a multiple of {size} with --data-parallel, or {size},"
+        raise CommandError(f"{sharing}: {me.count} ranks are here; {accepted} is accepted.")
+
+
+def inner(args: argparse.Namespace) -> dict[str, int]:
+    """Option → how many processes share a microbatch by it."""
+    return {"--tensor-parallel": args.tensor_parallel, "--context-parallel": args.context_parallel}
+
+
 def world_size() -> int:
     """The processes that a launcher says it has started; 1 without one."""
     return _number("WORLD_SIZE") if "WORLD_SIZE" in os.environ else 1
@@ -84,9 +112,9 @@ def local_rank() -> int:
     return _number("LOCAL_RANK")
 
 
-def check(data_parallel: bool) -> None:
-    """Refuse several processes that were not asked for, and one that no launcher has started."""
-    if not data_parallel:
+def check(option: str | None) -> None:
+    """Refuse several processes that no option asks for, and one that no launcher has started."""
+    if option is None:
         if world_size() > 1:
             raise CommandError(
                 f"WORLD_SIZE={world_size()}: so many processes would each train the same; --data-parallel, with "
@@ -95,7 +123,7 @@ def check(data_parallel: bool) -> None:
         return
     missing = [name for name in NEEDED if name not in os.environ]
     if missing:
-        raise CommandError(f"--data-parallel: {', '.join(missing)} is not set; `{START}` sets it.")
+        raise CommandError(f"{option}: {', '.join(missing)} is not set; `{START}` sets it.")
     if not _number("RANK") < world_size():
         raise CommandError(f"RANK={_number('RANK')} with WORLD_SIZE={world_size()}; a smaller one is accepted.")
 
@@ -114,5 +142,5 @@ def join(where: torch.device) -> Ranks:
         dist.init_process_group("gloo" if gpu is None else "nccl", timeout=LIMIT, device_id=gpu)
     except (RuntimeError, ValueError) as error:
         said = str(error).split("\n")[0]
-        raise CommandError(f"--data-parallel: rank {_number('RANK')} did not meet the others: {said}") from error
+        raise CommandError(f"rank {_number('RANK')} did not meet the others: {said}") from error
     return Ranks(dist.get_rank(), dist.get_world_size())

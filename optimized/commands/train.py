@@ -5,6 +5,8 @@
     twin train --resume                            continue a run that was killed; the bits are the same
     torchrun --nproc-per-node 4 --no-python -- twin train --data-parallel --groups 8 --accumulate 8
                                                    4 processes share each step; the bits are those of one process
+    torchrun --nproc-per-node 4 --no-python -- twin train --tensor-parallel 2 --data-parallel ...
+                                                   two share each layer's weights, and two such pairs each step
 
 The folder of a run has checkpoint.safetensors, metrics.jsonl, loss.png and what was recorded. `--verify N` prints a
 SHA-256 of weights, moments, scales, histories and random states every N steps. Losses are shown in bits per byte.
@@ -66,6 +68,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--data-parallel", action="store_true", help="share the run with the other processes of torchrun"
     )
     parser.add_argument("--fsdp", action="store_true", help="--data-parallel, with weights and moments divided, too")
+    for option, what in (("--tensor-parallel", "the weights of each layer"), ("--context-parallel", "each sequence")):
+        parser.add_argument(
+            option, type=positive, default=1, metavar="N", help=f"N processes share {what}; others, --data-parallel"
+        )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: the GPU, if there is a Hopper GPU")
     parser.add_argument("--output", type=Path, default=Path("twin_train"), help="the run's folder (./twin_train)")
     parser.add_argument("--resume", action="store_true", help="continue the run in the folder, if there is one")
@@ -108,17 +114,25 @@ def _check(args: argparse.Namespace, trainer: Trainer) -> None:
             f"--record {args.record}: the steps to come are {trainer.step + 1} to {trainer.settings.steps}; one of "
             f"them is accepted."
         )
-    if args.sample is not None and args.fsdp:
+    if args.sample is not None and ranks.divided(args):
         raise CommandError(
-            "--sample with --fsdp: a process that has all weights writes; --resume --sample in one process is accepted."
+            f"--sample with {ranks.shared_by(args)[-1]}: a process that has all weights writes; --resume --sample in "
+            f"one process is accepted."
         )
-    if args.record is not None and args.data_parallel:
-        raise CommandError("--record with --data-parallel: a step of one process is recorded; leave one of them out.")
+    if args.record is not None and ranks.shared_by(args):
+        raise CommandError(
+            f"--record with {ranks.shared_by(args)[0]}: a step of one process is recorded; leave one of them out."
+        )
     if args.prompt is not None and (args.sample is None or not args.prompt):
         raise CommandError(f"--prompt {args.prompt!r}: a text of at least one byte, with --sample, is accepted.")
 
 
-def _device(name: str | None, data_parallel: bool = False) -> torch.device:
+def _device(args: argparse.Namespace) -> torch.device:
+    name, data_parallel = args.device, bool(ranks.shared_by(args))
+    for option, count in ranks.inner(args).items():
+        if count > 1 and name == "cuda":
+            raise CommandError(f"--device cuda with {option} {count}: CPUs alone share so; --device cpu is accepted.")
+        name = "cpu" if count > 1 else name
     if data_parallel and name != "cpu" and torch.cuda.is_available():
         count = torch.cuda.device_count()
         if not ranks.local_rank() < count:
@@ -171,9 +185,11 @@ def _trainer(args: argparse.Namespace, console: Console, where: torch.device, me
         raise CommandError(f"--output {args.output}: there is a run; --resume goes on with it, or name another folder.")
     stored = _stored(path)
     settings = _settings(args, stored)
-    if settings.groups < me.count:
+    ranks.check_layout(args, me)
+    sharing = me.count // (args.tensor_parallel * args.context_parallel)
+    if settings.groups < sharing:
         raise CommandError(
-            f"--data-parallel: {me.count} ranks share steps of {settings.groups} groups; as many --groups, or fewer "
+            f"--data-parallel: {sharing} ranks share steps of {settings.groups} groups; as many --groups, or fewer "
             f"ranks, are accepted."
         )
     if me.rank == 0:
@@ -185,7 +201,7 @@ def _trainer(args: argparse.Namespace, console: Console, where: torch.device, me
         text = corpus.read_files(args.text, args.output) if args.text else corpus.read()
         if settings.sequence < len(text.data):  # a longer one is refused by its name
             _check_memory(settings, where)
-        trainer = Trainer(settings, text, where, shard=args.fsdp)
+        trainer = Trainer(settings, text, where, args.fsdp, args.tensor_parallel, args.context_parallel)
         if stored is not None:
             trainer.load(path)
     except (OSError, ValueError) as error:
@@ -238,7 +254,7 @@ class _Run:
         verify = args.verify is not None and (last or number % args.verify == 0)
         if verify or any(due.values()):
             self._flush()
-            if due["evaluate"] and (self.metrics is not None or args.fsdp):
+            if due["evaluate"] and (self.metrics is not None or ranks.divided(args)):
                 self._add(number, held_out=trainer.evaluate())
             if verify:
                 found = self._digest(number)
@@ -248,7 +264,7 @@ class _Run:
                 broken = next(filter(None, self.me.gather(unfinite(trainer))), None)
                 if broken is not None:
                     raise self._broken(number, f"{broken} has a NaN or an infinity after step {number}")
-                if self.me.rank == 0 or args.fsdp:
+                if self.me.rank == 0 or ranks.divided(args):
                     trainer.save(args.output / CHECKPOINT if self.me.rank == 0 else None)
                 self.me.wait()
                 self.saved = number
@@ -291,7 +307,7 @@ class _Run:
     def _broken(self, number: int, what: str) -> CommandError:
         """The error for a NaN or an infinity in step `number`: where it was made, and what is kept."""
         if self.me.count > 1:  # whose NaN is made on one of them only
-            made = "One process, with --resume and without --data-parallel, makes the same steps and names the op."
+            made = "One process, with --resume alone, makes the same steps and names the op."
             return ranks.Everywhere(f"{what}: the run stops. {made} {self.kept()}")
         self.bar.update(self.task, description="looking for its first op")
         made = first_unfinite(self.trainer, number, None if self.saved is None else self.args.output / CHECKPOINT)
@@ -305,9 +321,10 @@ class _Run:
 
 def run(args: argparse.Namespace, console: Console) -> int:
     args.data_parallel = args.data_parallel or args.fsdp
-    ranks.check(args.data_parallel)
-    where = _device(args.device, args.data_parallel)
-    me = ranks.join(where) if args.data_parallel else ranks.Ranks()
+    shared_by = ranks.shared_by(args)
+    ranks.check(shared_by[0] if shared_by else None)
+    where = _device(args)
+    me = ranks.join(where) if shared_by else ranks.Ranks()
     with contextlib.ExitStack() as held:
         try:
             return _run(args, Console(quiet=True) if me.rank else console, where, me, held)
@@ -342,8 +359,8 @@ def _run(
         for name, value in all_of_them[0].items():
             if about[name] != value:
                 raise ranks.Everywhere(
-                    f"--data-parallel: rank {rank} has {name}={about[name]}, and rank 0 has {value}; the same options, "
-                    f"text and folder are accepted."
+                    f"{ranks.shared_by(args)[0]}: rank {rank} has {name}={about[name]}, and rank 0 has {value}; the "
+                    f"same options, text and folder are accepted."
                 )
     columns = (
         TextColumn("{task.description}"),
@@ -371,7 +388,7 @@ def _run(
             ) from error
         except files.NotWritten as error:
             raise CommandError(f"{error} {loop.kept()}") from error
-    if args.data_parallel:
+    if ranks.shared_by(args):
         dist.destroy_process_group()
     if loop.metrics is None:
         return 0

@@ -33,10 +33,16 @@ PRODUCTS = {
 
 
 class GPT(torch.nn.Module):
-    """The model of the module's docstring on `device`; parameters are fp32, drawn from `settings.seed`."""
+    """The model of the module's docstring on `device`; parameters are fp32, drawn from `settings.seed`.
 
-    def __init__(self, settings: Settings, device: torch.device | str = "cpu") -> None:
+    Ranks of `tp_group` have parts of the layers' weights, those of `cp_group` some of the bytes each.
+    """
+
+    def __init__(
+        self, settings: Settings, device: torch.device | str = "cpu", tp_group: Any = None, cp_group: Any = None
+    ) -> None:
         super().__init__()
+        self._cp_group = cp_group
         self.settings = settings
         hidden = settings.hidden
         common: dict[str, Any] = {"params_dtype": torch.float32, "device": device}
@@ -50,6 +56,7 @@ class GPT(torch.nn.Module):
         options: dict[str, Any] = {"init_method": normal, "output_layer_init_method": smaller, **common}
         options |= {"hidden_dropout": settings.dropout, "attention_dropout": settings.dropout}
         options |= {"fuse_qkv_params": True, "self_attn_mask_type": "causal"}
+        options |= {"tp_group": tp_group, "set_parallel_mode": tp_group is not None}
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(settings.seed)
             self.bytes = te.Embedding(settings.vocabulary, hidden, init_method=normal, **common)
@@ -61,6 +68,7 @@ class GPT(torch.nn.Module):
             self.norm = te.LayerNorm(hidden, **common)
             self.head = te.Linear(hidden, settings.vocabulary, bias=False, init_method=torch.zero_, **common)
         self.head.weight = self.bytes.weight
+        te.parallel.share_tokens(self, cp_group)
 
     @property
     def device(self) -> torch.device:
@@ -81,9 +89,13 @@ class GPT(torch.nn.Module):
     ) -> torch.Tensor:
         """Bytes int64 [sequence, rows] to logits bf16 [sequence, rows, vocabulary]; the layers in FP8 with a recipe.
 
+        Where ranks share the bytes, they are this rank's of a sequence, and so are the logits.
+
         With a cache, after its `pre_step`, these are the bytes that follow on those in it, of one row.
         """
-        places = torch.arange(len(text), device=text.device)[:, None].expand(text.shape)
+        share = 1 if self._cp_group is None else self._cp_group.size()
+        places = te.parallel.tokens_of_rank(torch.arange(len(text) * share, device=text.device), self._cp_group)
+        places = places[:, None].expand(text.shape)
         if cache is not None:
             places = places + cache.get_seqlens_pre_step()[0]
         options: dict[str, Any] = {"is_first_microbatch": is_first_microbatch, "inference_params": cache}
@@ -105,7 +117,9 @@ class GPT(torch.nn.Module):
     ) -> torch.Tensor:
         """The mean loss, fp32 [], in nats per byte, of windows uint8 [sequence + 1, rows] on any device."""
         text = windows.to(self.device).long()
-        return te.cross_entropy(self(text[:-1], recipe, is_first_microbatch), text[1:])
+        given, wanted = (te.parallel.tokens_of_rank(one, self._cp_group) for one in (text[:-1], text[1:]))
+        logits = self(given, recipe, is_first_microbatch)
+        return te.cross_entropy(logits, wanted, cp_group=self._cp_group)
 
     def products(self) -> Iterator[tuple[str, Any, tuple[int, int, int]]]:
         """Every linear map inside the layers: its name, its module and its columns in the FP8 state."""

@@ -27,6 +27,7 @@ import reference as te
 from optimized.compare import fp8_state
 from optimized.training import checkpoint, cuda_graph
 from optimized.training.corpus import Corpus
+from optimized.training.layout import Layout, Places
 from optimized.training.model import GPT, sample
 from optimized.training.settings import Settings
 from reference.arguments import is_int
@@ -44,8 +45,12 @@ class Trainer:
     """A model, its optimizer and its text.
 
     Args:
-        shard: divide parameters, gradients and moments between the ranks (FSDP2's `fully_shard`). All ranks must then
-            call `evaluate`, `sample`, `digest` and `save`.
+        shard: divide parameters, gradients and moments between the ranks that share a step (FSDP2's `fully_shard`).
+        tensor, context: how many ranks share each microbatch: its layers' weights, or its tokens
+            (`optimized.training.layout`). The others share the step.
+
+        With any of the three, all ranks must call `evaluate`, `digest` and `save`; with one of the last two nobody
+        calls `sample`.
 
     Attributes:
         step: steps that were made.
@@ -53,8 +58,16 @@ class Trainer:
     """
 
     def __init__(
-        self, settings: Settings, text: Corpus, device: torch.device | str = "cpu", shard: bool = False
+        self,
+        settings: Settings,
+        text: Corpus,
+        device: torch.device | str = "cpu",
+        shard: bool = False,
+        tensor: int = 1,
+        context: int = 1,
     ) -> None:
+        layout = Layout(shard, tensor, context)
+        layout.check(settings, dist.get_world_size() if dist.is_initialized() else 1)
         self.settings, self.text = settings, text
         self.seen, self.unseen = text.split()
         shortest = min(len(self.seen.data), len(self.unseen.data))
@@ -63,11 +76,12 @@ class Trainer:
                 f"the text has {len(text.data)} bytes, of which {len(self.unseen.data)} are held out; more than "
                 f"{settings.sequence}, the sequence, must be in both parts."
             )
-        self.model = GPT(settings, device)
+        self.places = Places(layout)
+        self.model = GPT(settings, device, self.places.tensor, self.places.context)
         self.recipe = settings.recipe()
         if isinstance(self.recipe, te.DelayedScaling):
             te.init_fp8_state(self.model.layers, self.recipe)
-        self.order = te.parallel.GradientOrder(settings.groups)
+        self.order = te.parallel.GradientOrder(settings.groups, self.places.data)
         self._sharded = shard
         if shard:
             self._shard()
@@ -84,7 +98,7 @@ class Trainer:
         self._loaded = False  # a step has run here
         self._captured: cuda_graph.Step | None = None
         generators = [one for one in self.model.modules() if isinstance(one, Generator)]
-        self._states = [one.state for one in generators]
+        self._generators = generators
         self._draws = len(generators) if settings.dropout > 0 else 0  # seeds that a microbatch takes
         self._share = torch.tensor(settings.groups / settings.accumulate, dtype=torch.float32, device=self.model.device)
         with torch.random.fork_rng(devices=[]):
@@ -92,10 +106,11 @@ class Trainer:
             self._random = torch.get_rng_state()
 
     def _shard(self) -> None:
-        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
-        mesh = init_device_mesh(self.model.device.type, (self.order.ranks,))
+        kind, data = self.model.device.type, self.places.data
+        mesh = init_device_mesh(kind, (self.order.ranks,)) if data is None else DeviceMesh.from_group(data, kind)
         # A layer's result is a view, which nothing here changes in place.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
         for module in (*self.model.layers, self.model):
@@ -133,7 +148,7 @@ class Trainer:
                 self._agree(losses)
             self._loaded = True
             if self.settings.clip > 0:
-                self.norm = te.optimizers.clip_grad_norm_(parameters, self.settings.clip)
+                self.norm = self._clip(parameters)
             if self.step > 0 or not isinstance(self.recipe, te.DelayedScaling):
                 for group in self.optimizer.param_groups:
                     group["lr"] = self.settings.rate(self.step)
@@ -142,18 +157,28 @@ class Trainer:
         self.step += 1
         return losses
 
+    def _clip(self, parameters: list[torch.nn.Parameter]) -> torch.Tensor:
+        """Clip the gradients by the norm of the whole model's, which it returns."""
+        if self.places.tensor is None:
+            return te.optimizers.clip_grad_norm_(parameters, self.settings.clip)
+        named = {f"model/{name}": full(p.grad) for name, p in self.model.named_parameters() if p.grad is not None}
+        norm = te.optimizers.get_total_norm(list(self.places.joined(self.model, named).values()))
+        te.optimizers.clip_grads_with_norm_(parameters, self.settings.clip, norm)
+        return norm
+
     def _skip(self, microbatches: int) -> None:
         """Take the seeds of microbatches that other ranks run."""
         philox.draw_seeds(torch.empty(self._draws * microbatches, dtype=torch.int64))
 
     def _agree(self, losses: torch.Tensor) -> None:
         """All ranks' losses, of which each has its own and zeros; layers' random states as the last microbatch left."""
-        dist.all_reduce(losses)
+        group = self.places.data
+        dist.all_reduce(losses, group=group)
         if self._draws:
-            states = torch.stack(self._states)
-            dist.broadcast(states, self.order.ranks - 1)
-            for state, found in zip(self._states, states, strict=True):
-                state.copy_(found)
+            states = torch.stack([one.state[:2] for one in self._generators])
+            dist.broadcast(states, group=group, group_src=self.order.ranks - 1)
+            for one, found in zip(self._generators, states, strict=True):
+                one.state[:2].copy_(found)
 
     def _microbatch(self, number: int, windows: torch.Tensor) -> torch.Tensor:
         first = None if self.settings.accumulate == 1 else number == 0
@@ -218,12 +243,12 @@ class Trainer:
         found |= self._fp8()
         for name, module in self.model.named_modules():
             if isinstance(module, Generator):
-                found[f"random/{name}"] = module.state
+                found[f"random/{name}"] = module.state[:2]  # a rank's place in a tensor may follow
         return {**found, "random/torch": self._random}
 
     def whole(self) -> dict[str, torch.Tensor]:
         """`tensors()`, of which none is divided between ranks; all ranks ask for them."""
-        return {name: full(x) for name, x in self.tensors().items()}
+        return self.places.joined(self.model, {name: full(x) for name, x in self.tensors().items()})
 
     def about(self) -> dict[str, Any]:
         """What is no tensor: the settings, the counts, and which text it is."""
@@ -236,7 +261,7 @@ class Trainer:
 
     def save(self, path: Path | None) -> str | None:
         """Write all state, whole or not at all; its SHA-256. None: another rank writes it."""
-        tensors = self.whole() if path is not None or self._sharded else {}
+        tensors = self.whole() if path is not None or self._sharded or self.places.tensor is not None else {}
         return None if path is None else checkpoint.write(path, tensors, self.about())
 
     def load(self, path: Path) -> None:
@@ -259,7 +284,7 @@ class Trainer:
                 f"{path} was trained on a text of {about['bytes']:,} bytes ({about['text']}); this one has "
                 f"{mine['bytes']:,} ({mine['text']})."
             )
-        live = self.tensors()
+        live, saved = self.tensors(), self.places.part(self.model, saved)
         here, there = ({name: (x.dtype, x.shape) for name, x in one.items()} for one in (live, saved))
         if here != there:
             raise files.Damaged(f"{path} is damaged: it does not have the tensors of its settings.")

@@ -6,6 +6,7 @@
     chain.py            a sum over K that passes from rank to rank
     tensor.py           layers whose weights the ranks of a group share
     context.py          attention of a sequence whose tokens they share
+    tokens.py           the layers around it
     styles.py           styles for PyTorch's parallelize_module
     vocabulary.py       embedding and cross-entropy of a vocabulary that they share
     tensor_state.py     one process's state, cut for ranks and joined
@@ -15,5 +16,6 @@ docs/numerics.md says what is computed, in its sections on what ranks share.
 
 from reference.parallel.fully_sharded import tree_reduce_scatter
 from reference.parallel.gradient_order import GradientOrder, tree_hook
+from reference.parallel.tokens import share_tokens, tokens_of_rank
 
-__all__ = ["GradientOrder", "tree_hook", "tree_reduce_scatter"]
+__all__ = ["GradientOrder", "share_tokens", "tokens_of_rank", "tree_hook", "tree_reduce_scatter"]

@@ -9,6 +9,8 @@ are gathered.
     dk, dv     have an order over heads of a group, then over queries: ranks gather q, dL/dout, out, m and 1 / l, and a
                chunk's keys are a call of their own, with all queries that see them
 
+    dropout    a pair's number in the whole sequence decides: a call is told where its first query and key are
+
 A call is `twin::attention` or its backward, on part of the queries and keys. Blocks of 128 queries and keys are those
 of the whole sequence, because a chunk is a multiple of 128. Under a causal rule keys after a chunk of queries, and
 queries before a chunk of keys, are left out: those pairs are hidden.
@@ -39,6 +41,14 @@ def gathered(group: str, x: torch.Tensor) -> torch.Tensor:
     return of_ranks[order].flatten(0, 1)
 
 
+def at(state: torch.Tensor | None, heads: int, tokens: int, query: int, key: int) -> torch.Tensor | None:
+    """The random state of a call whose first query and first key have these numbers in a sequence of so many tokens."""
+    if state is None:
+        return None
+    place = [heads, heads, 0, query, tokens, key, tokens]
+    return torch.cat([state[:2], torch.tensor(place, dtype=torch.int64, device=state.device)])
+
+
 def _heads(x: torch.Tensor) -> torch.Tensor:
     """`[b, h, s, ...]` of x `[s, b, h, ...]`."""
     return x.permute(1, 2, 0, *range(3, x.dim())).contiguous()
@@ -55,12 +65,15 @@ def attend(group: str, options: Options, q: torch.Tensor, k: torch.Tensor, v: to
     `options`: of the whole sequence, without what depends on a place in it; its mask type is "causal" or "none".
     """
     k, v = gathered(group, k), gathered(group, v)
-    n, causal = q.shape[0] // 2, options.mask_type == "causal"
+    n, causal, size, state = q.shape[0] // 2, options.mask_type == "causal", k.shape[0], options.rng_state
     options = options._replace(mask_type="causal_bottom_right" if causal else "none")
     found = []
     for half, chunk in enumerate(chunks_of(group)):
-        stop = (chunk + 1) * n if causal else k.shape[0]
+        stop = (chunk + 1) * n if causal else size
+        options = options._replace(rng_state=at(state, q.shape[2], size, chunk * n, 0))
         found.append(twin.attention(_heads(q[half * n : (half + 1) * n]), _heads(k[:stop]), _heads(v[:stop]), *options))
+    if state is not None:
+        state[1] += 1
     first, second = ([_tokens(x) for x in results] for results in found)
     return tuple(torch.cat(pair) for pair in zip(first, second, strict=True))
 
@@ -81,10 +94,12 @@ def attend_backward(
     of_queries = options._replace(mask_type="causal_bottom_right" if causal else "none")
     own, whole = (grad, q, out, m, inv), tuple(gathered(group, x) for x in (grad, q, out, m, inv))
     keys, values = gathered(group, k), gathered(group, v)
-    size, gradients = keys.shape[0], []
+    size, state, gradients = keys.shape[0], options.rng_state, []
     for half, chunk in enumerate(chunks_of(group)):
         first, stop = chunk * n, (chunk + 1) * n
         last, begin = (stop, first) if causal else (size, 0)
+        of_queries = of_queries._replace(rng_state=at(state, q.shape[2], size, first, 0))
+        options = options._replace(rng_state=at(state, q.shape[2], size, begin, first))
         g, *rest = (_heads(x[half * n : (half + 1) * n]) for x in own)
         dq, _, _ = twin.attention_backward(
             g, rest[0], _heads(keys[:last]), _heads(values[:last]), *rest[1:], *of_queries

@@ -137,6 +137,42 @@ class GradientOrder:
                 )
             self._done = []  # fp32 sums as large as the model
 
+    def pipelined(self, stage: torch.nn.Module, count: int, find_unused_parameters: bool = False) -> Iterator[range]:
+        """The numbers of the microbatches of each of this rank's groups of a step: a schedule runs those of one group.
+
+        For a rank that has a stage of a pipeline (`torch.distributed.pipelining`); `process_group` then has the ranks
+        that have the same stage, or this rank alone. A schedule runs backward microbatch by microbatch, and so adds in
+        a group's order. It is made with `scale_grads=False`. After the last group as `microbatches`.
+
+        Args:
+            stage: this rank's modules, whose gradients are None.
+            count: microbatches of a step, on all ranks that have this stage.
+            find_unused_parameters: as in `microbatches`.
+
+        Raises:
+            ValueError: count is no multiple of the groups, or a parameter has a gradient before the step.
+            TypeError: a parameter has another dtype than those in `DTYPES`.
+            NotImplementedError: the stage is a DistributedDataParallel, or `fully_shard` has divided it.
+            RuntimeError: a step is open in this thread, or a parameter has no gradient on some rank.
+        """
+        self.share(count)
+        parameters: list[torch.Tensor] = [p for p in stage.parameters() if p.requires_grad]
+        if isinstance(stage, DistributedDataParallel) or fully_sharded.sharded_modules(stage):
+            raise NotImplementedError(
+                "GradientOrder.pipelined: a stage in DistributedDataParallel or fully_shard is not offered; the module "
+                "itself is accepted."
+            )
+        self._check(stage, parameters)
+        each = count // self.groups
+        self._done, self._hooked = [], False
+        with scaling.once_a_step():
+            for group in self.mine:
+                yield range(group * each, (group + 1) * each)
+                if group + 1 < self.mine.stop:
+                    self._end_group(parameters, keep=False)
+            self._finish(parameters, find_unused_parameters)
+            self._done = []
+
     def _check(self, model: torch.nn.Module, parameters: Sequence[torch.Tensor]) -> None:
         named: dict[torch.Tensor, str] = {p: name for name, p in model.named_parameters()}
         for p in parameters:

@@ -125,7 +125,7 @@ def of_whole(quantizer: Quantizer, group: str) -> Quantizer:
         return type(quantizer)(of_whole(quantizer.inner, group), quantizer.dtype_t)
     if type(quantizer) not in (Delayed, InBlocks, HighPrecision, Calibrating):
         raise NotImplementedError(
-            f"tensor parallelism with quantizers of {type(quantizer).__name__} is not offered; DelayedScaling, "
+            f"ranks that share tensors with quantizers of {type(quantizer).__name__} are not offered; DelayedScaling, "
             f"Float8CurrentScaling and Float8BlockScaling are accepted."
         )
     return quantizer

@@ -7,7 +7,7 @@ Scales and amax histories are those of whole tensors, the same on every rank, so
 number of ranks, a run goes on on any other.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,13 +15,14 @@ import torch
 from reference.parallel.tensor import part_of
 
 
-def _partitions(model: torch.nn.Module) -> Iterator[tuple[str, int, tuple[int, ...]]]:
-    """(name in a state, dimension along which ranks have parts, sizes of a rank's pieces) of each such parameter."""
+def partitions_of(model: torch.nn.Module) -> dict[str, tuple[int, tuple[int, ...]]]:
+    """Name in a state → (dimension along which ranks have parts, sizes of a rank's pieces) of each such parameter."""
+    found: dict[str, tuple[int, tuple[int, ...]]] = {}
     for prefix, module in model.named_modules():
         one: Any = module
         if getattr(one, "tp_size", 1) > 1 and hasattr(one, "partitions"):  # reference.nn.core.tensor_parallel
-            for name, (dim, sizes) in one.partitions().items():
-                yield f"{prefix}.{name}" if prefix else name, dim, sizes
+            found |= {f"{prefix}.{name}" if prefix else name: how for name, how in one.partitions().items()}
+    return found
 
 
 def part_of_state(model: torch.nn.Module, state: Mapping[str, Any], rank: int, count: int) -> dict[str, Any]:
@@ -36,7 +37,7 @@ def part_of_state(model: torch.nn.Module, state: Mapping[str, Any], rank: int, c
         ValueError: a tensor is not `count` times as large as this rank's part.
     """
     found = dict(state)
-    for name, dim, sizes in _partitions(model):
+    for name, (dim, sizes) in partitions_of(model).items():
         if name not in found:
             continue
         x, whole = found[name], sum(sizes) * count
@@ -63,7 +64,7 @@ def whole_state(model: torch.nn.Module, states: Sequence[Mapping[str, Any]]) -> 
                 f"{size} ranks; the states of all {size} are accepted."
             )
     found = dict(states[0])
-    for name, dim, sizes in _partitions(model):
+    for name, (dim, sizes) in partitions_of(model).items():
         if name in found:
             pieces = zip(*[one[name].split(list(sizes), dim) for one in states], strict=True)
             found[name] = torch.cat([part for piece in pieces for part in piece], dim)

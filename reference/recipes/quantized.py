@@ -111,12 +111,14 @@ class Accumulation(NamedTuple):
     """How each GEMM of a linear layer accumulates in FP8: "fast" or "split" (`reference.ops.gemms.gemm_fp8`).
 
     `shared`: which ranks have parts of the layer (`reference.parallel.tensor.Shared`); None where one has all of it.
+    `tokens`: which ranks have some of the tokens each (`reference.parallel.tokens.Tokens`); None where one has all.
     """
 
     fprop: str = "fast"
     dgrad: str = "split"
     wgrad: str = "split"
     shared: Any = None
+    tokens: Any = None
 
 
 class Products(NamedTuple):
@@ -347,6 +349,8 @@ def wgrad(
     """dw `[out, in]`; or None, after main_grad = round(fp32(main_grad) + fp32 dw); x is an input's `column`."""
     assert g.column is not None
     assert x is not None
+    if how.tokens is not None:
+        return how.tokens.wgrad(g.column, x, out_dtype, how, main_grad)  # type: ignore[no-any-return]
     if main_grad is None:
         return gemm(g.column, x, None, out_dtype, how.wgrad)
     products(g.column, x).add(g.column, x, main_grad)

@@ -54,9 +54,10 @@ class GemmRoles(NamedTuple):
     weight: Role
     grad: Role
     shared: Any = None
+    tokens: Any = None
 
 
-def linear_map(part: str, parameter: str, slot: int = 0, shared: Any = None) -> GemmRoles:
+def linear_map(part: str, parameter: str, slot: int = 0, shared: Any = None, tokens: Any = None) -> GemmRoles:
     """The roles of a layer's `slot`-th linear map."""
     of_input = len(FORWARD_TENSORS) * slot
     return GemmRoles(
@@ -66,6 +67,7 @@ def linear_map(part: str, parameter: str, slot: int = 0, shared: Any = None) -> 
         Role(part, "weight", of_input + FORWARD_TENSORS.index("weight")),
         Role(part, "grad_output", len(BACKWARD_TENSORS) * slot),
         shared,
+        tokens,
     )
 
 

@@ -242,16 +242,16 @@ def update(forward: bool, thread: int) -> None:
             continue
         meta: FP8TensorMeta = module.fp8_meta[key]
         device = meta.scale.device
-        tp_name = getattr(module, "tp_name", None)
-        if tp_name is not None:  # ranks that share tensors have one scale, whatever the recipe says of other groups
-            shared.setdefault((tp_name, device), []).append(meta.amax_history)
+        # Ranks that share tensors have one scale, whatever the recipe says of other groups.
+        for name in filter(None, (getattr(module, "tp_name", None), getattr(module, "cp_name", None))):
+            shared.setdefault((name, device), []).append(meta.amax_history)
         for one, its_group, its_device, metas in reversed(buckets):
             if its_group is group and its_device == device and (one is recipe or one == recipe):
                 metas.append(meta)
                 break
         else:
             buckets.append((recipe, group, device, [meta]))
-    for (tp_name, _), histories in shared.items():
-        reduce_amaxes(histories, groups.group_of(tp_name))
+    for (name, _), histories in shared.items():
+        reduce_amaxes(histories, groups.group_of(name))
     for recipe, group, _, metas in buckets:
         recipe.update(forward, metas, group)

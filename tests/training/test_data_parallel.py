@@ -1,80 +1,156 @@
-"""A run of the GPT in FP8 with dropout has one hash, on one process and on gloo ranks, and goes on with others."""
+"""A run of the GPT in FP8 with dropout has one hash, on one process and on gloo ranks in any layout, and goes on in
+others."""
 
 import datetime
-import socket
+import gc
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch.distributed as dist
-from shared.processes import ranks
+from shared.processes import free_port, ranks
 from shared.training_text import corpus
 
+from optimized.training.layout import Layout
 from optimized.training.settings import SIZES, Settings
 from optimized.training.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 LIMIT = datetime.timedelta(seconds=600)
+STEPS = 3
 TINY = Settings(
     sequence=16, hidden=32, layers=1, rows=2, steps=4, warmup=2, dropout=0.1, clip=1.0, weight_decay=0.1, accumulate=8
 )
+WIDE = replace(TINY, hidden=256, rows=1, accumulate=2)  # a rank's part of K is a multiple of what the contract says
+LONG = replace(TINY, sequence=512, rows=1, accumulate=2)
 NANO = replace(SIZES["nano"], sequence=32, rows=1, dropout=0.1, accumulate=8, steps=100)
+# The same for layouts that share a microbatch: as wide, or as long, as these need.
+SHARED_WEIGHTS = replace(NANO, hidden=512, heads=4, layers=1, sequence=16, accumulate=2)
+SHARED_TOKENS = replace(NANO, sequence=1024, hidden=32, layers=1, accumulate=2)
 PRECISIONS = ("delayed", "current", "block")
 
 
-def worker(rank: int, world: int, port: int, size: Settings, steps: int, path: str, shard: bool) -> None:
-    """Some steps, from the checkpoint at `path` on if there is one; rank 0 leaves one, each rank its hashes."""
+class Job(NamedTuple):
+    """Some steps of a run in a layout, from its checkpoint on if there is one; rank 0 leaves one."""
+
+    name: str
+    size: Settings
+    steps: int
+    layout: dict[str, Any]
+
+
+def steps_of(trainer: Trainer, steps: int) -> str:
+    for _ in range(steps):
+        losses = trainer.train()
+    return f"{trainer.digest()} {losses.tolist()}"
+
+
+def worker(rank: int, world: int, port: int, jobs: list[Job], path: str) -> None:
+    """Each rank leaves its hashes."""
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world, timeout=LIMIT)
     found = []
-    for precision in PRECISIONS:
-        trainer = Trainer(replace(size, precision=precision, groups=8), corpus(), shard=shard)
-        file = Path(f"{path}.{precision}")
-        if file.exists():
-            trainer.load(file)
-        dist.barrier()
-        for _ in range(steps):
-            losses = trainer.train()
-        found.append(f"{trainer.digest()} {losses.tolist()}")
-        trainer.save(file if rank == 0 else None)
-        del trainer
+    for name, size, steps, layout in jobs:
+        for precision in PRECISIONS:
+            trainer = Trainer(replace(size, precision=precision, groups=size.accumulate), corpus(), **layout)
+            file = Path(f"{path}.{name}.{precision}")
+            if file.exists():
+                trainer.load(file)
+            dist.barrier()
+            found.append(steps_of(trainer, steps))
+            trainer.save(file if rank == 0 else None)
+            del trainer
+            gc.collect()  # layers that live on on one rank would have their scales reduced there alone
     Path(f"{path}.rank{rank}").write_text("\n".join(found))
+    dist.barrier()
     dist.destroy_process_group()
 
 
-def on_ranks(world: int, size: Settings, steps: int, path: Path, shard: bool = False) -> list[str]:
-    """What all ranks found, by precision."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = int(s.getsockname()[1])
-    ranks(worker, (world, port, size, steps, str(path), shard), world)
+def on_ranks(world: int, jobs: list[Job], path: Path) -> dict[str, list[str]]:
+    """What all ranks found, by job and precision."""
+    ranks(worker, (world, free_port(), jobs, str(path)), world)
     found = {Path(f"{path}.rank{rank}").read_text() for rank in range(world)}
     assert len(found) == 1, "ranks differ"
-    return found.pop().split("\n")
+    lines = iter(found.pop().split("\n"))
+    return {job.name: [next(lines) for _ in PRECISIONS] for job in jobs}
 
 
 def alone(size: Settings, steps: int) -> list[str]:
-    found = []
-    for precision in PRECISIONS:
-        trainer = Trainer(replace(size, precision=precision, groups=8), corpus())
-        for _ in range(steps):
-            losses = trainer.train()
-        found.append(f"{trainer.digest()} {losses.tolist()}")
-    return found
+    every = [replace(size, precision=precision, groups=size.accumulate) for precision in PRECISIONS]
+    return [steps_of(Trainer(one, corpus()), steps) for one in every]
 
 
-def test_a_run_stops_on_two_ranks_and_goes_on_with_three_that_divide_its_weights(tmp_path: Path) -> None:
-    on_ranks(2, TINY, 2, tmp_path / "run")
-    assert on_ranks(3, TINY, 2, tmp_path / "run", shard=True) == alone(TINY, 4)
+def test_a_run_stops_in_one_layout_and_goes_on_in_another(tmp_path: Path) -> None:
+    """Each run begins on two ranks and ends on four."""
+    sizes = {"data": TINY, "weights": WIDE, "tokens": LONG}
+    first: dict[str, Any] = {"data": {}, "weights": {"tensor": 2}, "tokens": {"context": 2}}
+    then: dict[str, Any] = {
+        "data": {"shard": True},
+        "weights": {"tensor": 2, "shard": True},
+        "tokens": {"context": 2},
+    }
+    on_ranks(2, [Job(name, size, STEPS - 1, first[name]) for name, size in sizes.items()], tmp_path / "run")
+    found = on_ranks(4, [Job(name, size, 1, then[name]) for name, size in sizes.items()], tmp_path / "run")
+    assert found == {name: alone(size, STEPS) for name, size in sizes.items()}
 
 
 @pytest.mark.slow
 def test_layers_that_are_recomputed_may_be_divided(tmp_path: Path) -> None:
-    assert on_ranks(2, replace(TINY, recompute=True), 2, tmp_path / "run", shard=True) == alone(TINY, 2)
+    jobs = [
+        Job("data", replace(TINY, recompute=True), 2, {"shard": True}),
+        Job("weights", replace(WIDE, recompute=True), 2, {"tensor": 2}),
+        Job("tokens", replace(LONG, recompute=True), 2, {"context": 2}),
+    ]
+    assert on_ranks(2, jobs, tmp_path / "run") == {one.name: alone(one.size, 2) for one in jobs}
+
+
+FAMILIES: dict[str, tuple[Settings, dict[int, list[dict[str, Any]]]]] = {
+    "data": (NANO, {world: [{}, {"shard": True}] for world in (2, 3, 4, 8)}),
+    "weights": (
+        SHARED_WEIGHTS,
+        {2: [{}, {"shard": True}, {"tensor": 2}], 4: [{"tensor": 4}, {"tensor": 2}, {"tensor": 2, "shard": True}]},
+    ),
+    "tokens": (SHARED_TOKENS, {2: [{}, {"shard": True}, {"context": 2}], 4: [{"context": 2}, {"context": 4}]}),
+}
+"""A model, and by the number of ranks the layouts in which it is trained."""
 
 
 @pytest.mark.slow
-def test_a_hundred_steps_have_one_hash_on_any_number_of_ranks(tmp_path: Path) -> None:
-    expected = alone(NANO, 100)
-    for shard in (False, True):
-        for world in (2, 3, 4, 8):
-            assert on_ranks(world, NANO, 100, tmp_path / f"run{world}{shard}", shard) == expected, (world, shard)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_hundred_steps_have_one_hash_in_any_layout(family: str, tmp_path: Path) -> None:
+    size, layouts = FAMILIES[family]
+    expected = alone(size, size.steps)
+    for world, of_world in layouts.items():
+        jobs = [Job(str(layout), size, size.steps, layout) for layout in of_world]
+        for layout, hashes in on_ranks(world, jobs, tmp_path / f"run{world}").items():
+            assert hashes == expected, (world, layout)
+
+
+@pytest.mark.parametrize(
+    ("layout", "more", "world", "sentence"),
+    [
+        ({"tensor": 2, "context": 2}, {}, 4, "tensor=2 with context=2; one of them may be more than 1"),
+        ({"tensor": 0}, {}, 1, "tensor=0; an int from 1 is accepted"),
+        ({"context": 2}, {}, 3, "3 ranks in groups of 2; a multiple of 2 is accepted"),
+        ({"context": 2}, {}, 2, "sequence=16 with context=2; a multiple of 512 is accepted"),
+        (
+            {"tensor": 2},
+            {"precision": "mxfp8"},
+            2,
+            "precision='mxfp8' with ranks that share a microbatch; bf16, delayed",
+        ),
+        ({"tensor": 4}, {}, 4, "heads=2 with tensor=4; a multiple of 4 is accepted"),
+        ({"tensor": 2}, {"precision": "delayed"}, 2, "layers' 32 columns of proj go to the ranks in multiples of 32;"),
+        (
+            {"tensor": 2},
+            {"precision": "current", "hidden": 128},
+            2,
+            "layers' 384 rows of QKV go to the ranks in multiples",
+        ),
+    ],
+)
+def test_layouts_that_cannot_be_are_refused_in_a_sentence(
+    layout: dict[str, Any], more: dict[str, Any], world: int, sentence: str
+) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        Layout(**layout).check(replace(TINY, **more), world)

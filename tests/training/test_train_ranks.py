@@ -5,17 +5,16 @@ import datetime
 import os
 import re
 import shlex
-import socket
-import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from shared.processes import started
+import torch.distributed as dist
+from shared.processes import free_port, started
 from shared.training_text import TEXT
 
 from optimized.commands import main, ranks
@@ -26,6 +25,7 @@ STEPS = 4
 MODEL = ["--sequence", "16", "--rows", "1", "--warmup", "2", "--dropout", "0.1", "--device", "cpu", "--accumulate", "3"]
 ASKED = [*MODEL, "--groups", "3", "--steps", str(STEPS), "--verify", "1", "--save", "2", "--evaluate", "2"]
 SHARED = [*ASKED, "--data-parallel"]
+OF_WEIGHTS = ["--precision", "bf16", "--accumulate", "1", "--groups", "1"]  # whose parts may be smaller than in FP8
 SECONDS = 60.0  # of silence
 
 
@@ -56,52 +56,58 @@ def _has_another_weight(trainer: Trainer) -> None:
     next(trainer.model.parameters()).add_(1.0)
 
 
-def _worker(
-    rank: int, world: int, port: int, asked: list[str], at: str, limit: float, event: Callable[[Trainer], None] | None
-) -> None:
-    """The command as torchrun starts it; `event` happens on rank 1 before its third step."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+@dataclass
+class Command:
+    """`twin train` on all ranks, of which rank 1 has an event before its third step, and texts of its own."""
+
+    asked: list[str]
+    event: Callable[[Trainer], None] | None = None
+    texts: tuple[list[str], ...] = ([], [], [])
+
+
+def _worker(rank: int, world: int, ports: list[int], commands: list[Command], at: str, limit: float) -> None:
+    """The commands as torchrun starts each of them, one after the other."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1"}
     ranks.LIMIT = datetime.timedelta(seconds=limit)
     train = Trainer.train
+    for number, (command, port) in enumerate(zip(commands, ports, strict=True)):
+        os.environ["MASTER_PORT"] = str(port)
 
-    def one_step(trainer: Trainer, capture: bool = True) -> torch.Tensor:
-        if event is not None and rank == 1 and trainer.step == 2:
-            event(trainer)
-        return train(trainer, capture)
+        def one_step(trainer: Trainer, capture: bool = True, command: Command = command) -> torch.Tensor:
+            if command.event is not None and rank == 1 and trainer.step == 2:
+                command.event(trainer)
+            return train(trainer, capture)
 
-    Trainer.train = one_step  # type: ignore[method-assign]
-    with contextlib.ExitStack() as files:
-        files.enter_context(contextlib.redirect_stdout(files.enter_context(open(f"{at}.out", "w"))))
-        files.enter_context(contextlib.redirect_stderr(files.enter_context(open(f"{at}.err", "w"))))
-        code = main(asked)
-    sys.exit(code)
+        Trainer.train = one_step  # type: ignore[method-assign]
+        with contextlib.ExitStack() as files:
+            files.enter_context(contextlib.redirect_stdout(files.enter_context(open(f"{at}.{number}.out", "w"))))
+            files.enter_context(contextlib.redirect_stderr(files.enter_context(open(f"{at}.{number}.err", "w"))))
+            code = main(["train", *command.texts[rank], *command.asked])
+        Path(f"{at}.{number}.code").write_text(str(code))
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
-def on_ranks(
-    world: int,
-    asked: list[str],
-    folder: Path,
-    limit: float = SECONDS,
-    event: Callable[[Trainer], None] | None = None,
-    texts: Callable[[int], list[str]] = lambda rank: [],
-) -> list[Ended]:
-    """The command on so many ranks, each with texts of its own; all must end soon after `limit`."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = int(s.getsockname()[1])
+def on_ranks(world: int, commands: list[Command], folder: Path, limit: float = SECONDS) -> list[list[Ended]]:
+    """The commands on so many ranks, by command and rank; after one that has an event all must end soon."""
     paths = [folder / f"rank{rank}" for rank in range(world)]
+    ports = [free_port() for _ in commands]
     processes: list[Any] = [
-        started(_worker, rank, world, port, ["train", *texts(rank), *asked], str(paths[rank]), limit, event)
-        for rank in range(world)
+        started(_worker, rank, world, ports, commands, str(paths[rank]), limit) for rank in range(world)
     ]
-    found = []
-    for rank, (process, path) in enumerate(zip(processes, paths, strict=True)):
-        if event is _sleeps and rank == 1:
+    for rank, process in enumerate(processes):
+        if commands[-1].event is _sleeps and rank == 1:
             process.kill()
         process.join(limit + 40)
         assert process.exitcode is not None, "a rank has not ended"
-        found.append(Ended(process.exitcode, printed(f"{path}.out"), printed(f"{path}.err")))
+    found = []
+    for number in range(len(commands)):
+        of_ranks = []
+        for process, path in zip(processes, paths, strict=True):
+            code = Path(f"{path}.{number}.code")
+            ended = int(code.read_text()) if code.exists() else process.exitcode
+            of_ranks.append(Ended(ended, printed(f"{path}.{number}.out"), printed(f"{path}.{number}.err")))
+        found.append(of_ranks)
     return found
 
 
@@ -115,6 +121,11 @@ def hashes(out: str) -> list[str]:
     return re.findall(r"step \d+ sha256 [0-9a-f]{64}", out)
 
 
+def numbers(folder: Path) -> list[str]:
+    """The run's metrics, but for those of speed."""
+    return re.findall(r'"(?:loss|held_out|norm|sha256)": [^,}]*', (folder / "metrics.jsonl").read_text())
+
+
 @pytest.fixture
 def text(tmp_path: Path) -> str:
     path = tmp_path / "products.txt"
@@ -126,24 +137,41 @@ def test_ranks_print_the_hashes_of_one_process_and_a_run_goes_on_with_others(
     text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One of two ranks dies; three go on, with what rank 0 has saved, and divide the weights."""
-    assert main(["train", text, *ASKED, "--output", str(tmp_path / "alone")]) == 0
-    expected = hashes(capsys.readouterr().out)
+
+    def alone(name: str, asked: list[str]) -> list[str]:
+        assert main(["train", text, *asked, "--output", str(tmp_path / name)]) == 0
+        return hashes(capsys.readouterr().out)
+
+    expected = alone("alone", ASKED)
     assert len(expected) == STEPS
     asked = [text, *SHARED, "--output", str(tmp_path / "run")]
-    first, dead = on_ranks(2, asked, tmp_path, event=_dies)
+    long = [*ASKED, "--sequence", "512", "--groups", "1", "--accumulate", "1", "--steps", "2"]
+    commands = [
+        Command([text, *long, "--context-parallel", "2", "--output", str(tmp_path / "long")]),
+        Command([text, *ASKED, *OF_WEIGHTS, "--tensor-parallel", "2", "--output", str(tmp_path / "shared")]),
+        Command(asked, _dies),
+    ]
+    long_ranks, shared_ranks, (first, dead) = on_ranks(2, commands, tmp_path)
+    for ranks_of_it, hashes_of_one in (
+        (long_ranks, alone("long alone", long)),
+        (shared_ranks, alone("shared alone", [*ASKED, *OF_WEIGHTS])),
+    ):
+        assert [one.code for one in ranks_of_it] == [0, 0], ranks_of_it
+        assert hashes(ranks_of_it[0].out) == hashes_of_one
+        assert ranks_of_it[1].out == ranks_of_it[1].err == ""
+    for name in ("long", "shared"):
+        assert numbers(tmp_path / name) == numbers(tmp_path / f"{name} alone")
     assert (first.code, dead.code) == (2, 7)
     assert hashes(first.out) == expected[:2]
     assert "shared by 2 ranks" in first.out
     assert dead.out == dead.err == ""
     assert first.err.startswith("rank 0: another rank has ended, or has said nothing for 60 s: this one ends, too.")
     assert first.err.endswith("checkpoint.safetensors is that of step 2.\n")
-    first, *others = on_ranks(3, [*asked, "--fsdp", "--resume"], tmp_path)
+    ((first, *others),) = on_ranks(3, [Command([*asked, "--fsdp", "--resume"])], tmp_path)
     assert [first.code, *(one.code for one in others)] == [0, 0, 0], first.err
     assert hashes(first.out) == expected[2:]
     assert all(one.out == one.err == "" for one in others)
-    run, alone = ((tmp_path / name / "metrics.jsonl").read_text() for name in ("run", "alone"))
-    numbers = r'"(?:loss|held_out|norm|sha256)": [^,}]*'
-    assert re.findall(numbers, run) == re.findall(numbers, alone)
+    assert numbers(tmp_path / "run") == numbers(tmp_path / "alone")
     assert sorted(one.name for one in (tmp_path / "run").iterdir()) == sorted(
         one.name for one in (tmp_path / "alone").iterdir()
     )
@@ -152,33 +180,50 @@ def test_ranks_print_the_hashes_of_one_process_and_a_run_goes_on_with_others(
 @pytest.mark.slow
 def test_a_rank_that_says_nothing_ends_the_others_in_time(text: str, tmp_path: Path) -> None:
     since = time.monotonic()
-    first, _ = on_ranks(2, [text, *SHARED, "--output", str(tmp_path / "run")], tmp_path, 6, _sleeps)
+    asked = [text, *SHARED, "--output", str(tmp_path / "run")]
+    ((first, _),) = on_ranks(2, [Command(asked, _sleeps)], tmp_path, 6)
     assert time.monotonic() - since < 50
     assert first.code == 2
     assert "rank 0: another rank has ended, or has said nothing for 6 s: this one ends, too." in first.err
 
 
 def test_ranks_end_together_and_rank_0_says_why(text: str, tmp_path: Path) -> None:
-    def refused(asked: list[str], sentence: str, **more: Any) -> None:
-        first, other = on_ranks(2, [*asked, "--output", str(tmp_path / "run")], tmp_path, **more)
-        assert (first.code, other.code) == (2, 2)
+    asked, other, no = [text, *SHARED], tmp_path / "other.txt", str(tmp_path / "no")
+    other.write_bytes(TEXT)
+    layout, long = [text, *ASKED], ["--sequence", "512", "--groups", "1", "--accumulate", "1"]
+    refused: list[tuple[Command, str]] = [
+        (Command([*asked, "--groups", "1"]), "--data-parallel: 2 ranks share steps of 1 groups; as many --groups, or"),
+        (
+            Command([*asked, "--fsdp", "--sample", "9"]),
+            "--sample with --fsdp: a process that has all weights writes; --resume",
+        ),
+        (Command([*asked, "--record", "2"]), "--record with --data-parallel: a step of one process is recorded"),
+        (
+            Command([*layout, *long, "--context-parallel", "2", "--sample", "9"]),
+            "--sample with --context-parallel: a process that has all weights writes; --resume",
+        ),
+        (Command([*layout, "--context-parallel", "2"]), "twin train: sequence=16 with context=2; a multiple of 512 is"),
+        (Command([*layout, "--tensor-parallel", "2"]), "hidden=128 with tensor=2 and precision='delayed': the layers'"),
+        (
+            Command([*layout, "--tensor-parallel", "3"]),
+            "--tensor-parallel 3: 2 ranks are here; a multiple of 3 with --data-parallel, or 3, is accepted.",
+        ),
+        (Command(asked, texts=([], [str(other)])), "rank 1 has text="),
+        (Command(asked, texts=([], [no])), "rank 1: twin train: the text"),
+    ]
+    run = [*asked, "--output", str(tmp_path / "run")]
+    nothing = [replace(one, asked=[*one.asked, "--output", str(tmp_path / "none")]) for one, _ in refused]
+    refused += [
+        (Command(run, _has_a_nan), "the loss of step 3 is nan: the run stops. One process, with --resume"),
+        (Command([*run, "--resume"], _has_another_weight), "the state of rank 1 after step 3 has the SHA-256"),
+    ]
+    commands = [*nothing, *[one for one, _ in refused[len(nothing) :]]]
+    for (first, second), (_, sentence) in zip(on_ranks(2, commands, tmp_path), refused, strict=True):
+        assert (first.code, second.code) == (2, 2), sentence
         assert sentence in first.err
         assert first.err.count("\n") == 1
-        assert other.out == other.err == ""
-
-    asked = [text, *SHARED]
-    refused([*asked, "--groups", "1"], "--data-parallel: 2 ranks share steps of 1 groups; as many --groups, or fewer")
-    refused(
-        [*asked, "--fsdp", "--sample", "9"], "--sample with --fsdp: a process that has all weights writes; --resume"
-    )
-    refused([*asked, "--record", "2"], "--record with --data-parallel: a step of one process is recorded")
-    other = tmp_path / "other.txt"
-    other.write_bytes(TEXT)
-    refused(asked, "rank 1 has text=", texts=lambda rank: [str(other)] * rank)
-    refused(asked, "rank 1: twin train: the text", texts=lambda rank: [str(tmp_path / "no")] * rank)
-    assert not (tmp_path / "run").exists()
-    refused(asked, "the loss of step 3 is nan: the run stops. One process, with --resume", event=_has_a_nan)
-    refused([*asked, "--resume"], "the state of rank 1 after step 3 has the SHA-256", event=_has_another_weight)
+        assert second.out == second.err == ""
+    assert not (tmp_path / "none").exists()
 
 
 def test_torchrun_leaves_the_options_of_the_command_that_is_shown() -> None:
@@ -203,6 +248,10 @@ def test_several_processes_must_be_asked_for(
 
     for name in ranks.NEEDED:
         monkeypatch.delenv(name, raising=False)
+    refused(
+        [*ASKED, "--tensor-parallel", "2", "--device", "cuda"],
+        "--tensor-parallel: RANK, WORLD_SIZE, LOCAL_RANK, MASTER",
+    )
     refused(SHARED, "--data-parallel: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT is not set; `torchrun")
     monkeypatch.setenv("WORLD_SIZE", "2")
     refused([*ASKED, "--fsdp"], "--data-parallel: RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT is not set; `torchrun")

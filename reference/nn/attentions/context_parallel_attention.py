@@ -6,18 +6,16 @@ Arithmetic and the ranks' tokens: `reference.parallel.context`.
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from reference.arguments import MASK_TYPES
 from reference.nn.attentions.exact_attention import Equation
 from reference.nn.core.autograd import differentiable, wanted
+from reference.nn.core.compiled import before
 from reference.nn.core.context import BlockContext
-from reference.nn.core.context_parallel import ContextGroup
 from reference.nn.core.tensor_parallel import check_same_on_ranks, refuse_beyond_cpu
 from reference.ops.attentions.attention import BLOCK
 from reference.parallel import context as ranks
 from reference.parallel.chain import ranks_of
-from reference.support import groups
 from reference.support.nested import Tensors
 
 
@@ -35,7 +33,7 @@ class Plan(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What backward reads, of this rank's tokens, which come first."""
+    """What backward reads, of this rank's tokens, which come first, and the random state from before."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -43,6 +41,7 @@ class Saved(NamedTuple):
     out: torch.Tensor
     m: torch.Tensor
     inv: torch.Tensor
+    state: torch.Tensor | None
 
 
 def forward(
@@ -50,37 +49,22 @@ def forward(
 ) -> tuple[torch.Tensor, Saved]:
     """out `[.., .., h·e]` in q's layout."""
     q, k, v = map(plan.tokens_first, (q, k, v))
-    out, m, inv = ranks.attend(plan.group, plan.equation.options(None, None), q, k, v)
-    return plan.tokens_first(out).flatten(2).contiguous(), Saved(q, k, v, out, m, inv)
+    (state,) = context.random
+    dropped = before(state)
+    out, m, inv = ranks.attend(plan.group, plan.equation.options(None, state), q, k, v)
+    return plan.tokens_first(out).flatten(2).contiguous(), Saved(q, k, v, out, m, inv, dropped)
 
 
 def backward(plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor) -> Tensors:
     """The gradients of q, k and v."""
     grad = plan.tokens_first(grad).unflatten(2, saved.out.shape[2:])
-    found = ranks.attend_backward(plan.group, plan.equation.options(None, None), *saved, grad)
+    options = plan.equation.options(None, saved.state)
+    found = ranks.attend_backward(plan.group, options, *saved[:-1], grad)
     return tuple(plan.tokens_first(x).contiguous() if need else None for x, need in zip(found, plan.needs, strict=True))
 
 
-def take_context_group(module: Any, cp_group: Any, cp_global_ranks: Any, cp_comm_type: str) -> None:
-    """Keep the group's name; None, and a group of one rank, are none."""
-    name = type(module).__name__
-    size = 1 if cp_group is None else dist.get_world_size(cp_group)
-    if cp_global_ranks is not None and len(cp_global_ranks) != size:
-        raise ValueError(
-            f"{name}: cp_global_ranks={cp_global_ranks!r}; None and a list of the ranks of cp_group, {size}, are "
-            f"accepted."
-        )
-    if size > 1 and cp_comm_type != "all_gather":
-        raise NotImplementedError(
-            f"{name}: cp_comm_type={cp_comm_type!r} with a cp_group of {size} ranks is not offered; 'all_gather' is "
-            f"accepted."
-        )
-    module.cp_name = groups.name_of(cp_group) if size > 1 else None
-    module.cp_comm_type = cp_comm_type
-
-
-def attend(module: Any, equation: Equation, layout: str, others: dict[str, Any], *given: torch.Tensor) -> torch.Tensor:
-    """`DotProductAttention.forward` of checked q, k and v; `others`: what is not offered here → whether it is asked."""
+def check(module: Any, equation: Equation, layout: str, others: dict[str, Any], *given: torch.Tensor) -> None:
+    """Refuse what is not offered here, before anything is drawn; `others`: what else → whether it is asked."""
     size = ranks_of(module.cp_name)[1]
     here = f"a cp_group of {size} ranks"
     q, k, _ = given
@@ -91,7 +75,6 @@ def attend(module: Any, equation: Equation, layout: str, others: dict[str, Any],
         )
     for what, asked in {
         **others,
-        f"attention_dropout={equation.p}": equation.p > 0,
         f"softmax_type={module.softmax_type!r}": module.softmax_type != "vanilla",
         f"qkv_format={layout!r}": layout == "thd",
         f"{q.dtype}": q.dtype == torch.float32,
@@ -109,28 +92,20 @@ def attend(module: Any, equation: Equation, layout: str, others: dict[str, Any],
             f"DotProductAttention: query_layer has shape {list(q.shape)} and key_layer {list(k.shape)} with {here}; as "
             f"many queries as keys, a multiple of {2 * BLOCK} on each rank, are accepted."
         )
+    if module.tp_size > 1:
+        raise NotImplementedError(
+            f"DotProductAttention: tp_size={module.tp_size} with {here} is not offered; one of them is accepted."
+        )
     check_same_on_ranks("DotProductAttention", "query_layer", q, module.cp_name)
+
+
+def attend(
+    module: Any, equation: Equation, layout: str, state: torch.Tensor | None, *given: torch.Tensor
+) -> torch.Tensor:
+    """`DotProductAttention.forward` of checked q, k and v; `state`: from which it drops, advanced; else None."""
     causal = MASK_TYPES[equation.mask_type][0] != "none"
     plan = Plan(
         wanted(*given), equation._replace(mask_type="causal" if causal else "no_mask"), layout == "sbhd", module.cp_name
     )
-    found: torch.Tensor = differentiable(forward, backward, plan, BlockContext(), *given)
+    found: torch.Tensor = differentiable(forward, backward, plan, BlockContext(random=(state,)), *given)
     return found
-
-
-class SharesContext(ContextGroup):
-    """A layer that takes a context-parallel group of several ranks."""
-
-    cp_name: str | None = None
-
-    @property
-    def cp_group(self) -> Any:
-        """The process group, where it has several ranks; else None."""
-        return None if self.cp_name is None else groups.group_of(self.cp_name)
-
-    def set_context_parallel_group(
-        self, cp_group: Any, cp_global_ranks: Any, cp_stream: Any, cp_comm_type: str = "p2p"
-    ) -> None:
-        """Give the group after the layer was made, as Megatron-LM and NeMo do; arguments are the constructor's."""
-        super().set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
-        take_context_group(self, cp_group, cp_global_ranks, cp_comm_type)

@@ -20,7 +20,6 @@ from reference.nn.attentions.attention_bias import Bias
 from reference.nn.attentions.attention_extras import NO_EXTRAS, Extras, defaults_of, unpacked
 from reference.nn.attentions.attention_fp8 import FP8Attention
 from reference.nn.attentions.attention_lengths import Lengths, check_packed, packed
-from reference.nn.attentions.context_parallel_attention import SharesContext, take_context_group
 from reference.nn.attentions.dot_product_pair import Plan, backward, forward
 from reference.nn.attentions.dot_product_plan import Call, cached_call_of, call_of, context_of
 from reference.nn.attentions.exact_attention import Equation, Mask, max_logit
@@ -41,6 +40,7 @@ from reference.nn.core.checks import (
     window_of,
 )
 from reference.nn.core.context import BlockContext
+from reference.nn.core.context_parallel import ContextGroup, take_context_group
 from reference.nn.core.dropout import Generator
 from reference.nn.core.tensor_parallel import refuse_beyond_cpu
 from reference.ops.attentions.attention_bias import default_slopes
@@ -49,7 +49,7 @@ from reference.recipes.quantized import as_dtype
 from reference.support.notice import say_once
 
 
-class DotProductAttention(SharesContext, OfCoreAttention, FP8Attention):
+class DotProductAttention(ContextGroup, OfCoreAttention, FP8Attention):
     """softmax(q·kᵀ)·v with Transformer Engine's arguments.
 
     Args:
@@ -80,7 +80,7 @@ class DotProductAttention(SharesContext, OfCoreAttention, FP8Attention):
         sequence_parallel: without effect: heads have all tokens.
         cp_group, cp_global_ranks, cp_comm_type: context parallelism (`reference.parallel.context`): q, k and v are of
             this rank's tokens, two chunks of the sequence. Several ranks need "all_gather", a causal mask type or none,
-            no dropout, and 16 bits. On CPUs alone.
+            and 16 bits. On CPUs alone.
         cp_stream: without effect. softcap and the rest: only "off" is offered.
         device: of the random state; None is the package's own.
         attention_backend: "exact" gives the bits of `reference.ops.attentions.attention` on every device. "cudnn" is
@@ -324,7 +324,8 @@ class DotProductAttention(SharesContext, OfCoreAttention, FP8Attention):
                 "return_max_logit=True": self.return_max_logit,
                 "checkpoint_core_attention=True": checkpoint_core_attention,
             }
-            return context_parallel_attention.attend(self, equation, layout, others, *given)
+            context_parallel_attention.check(self, equation, layout, others, *given)
+            return context_parallel_attention.attend(self, equation, layout, self.random_state(x, equation), *given)
         by_torch = x.dtype == torch.float32 or equation.backend == "cudnn"
         cached = None
         if inference_params is not None:

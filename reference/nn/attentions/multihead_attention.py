@@ -31,9 +31,10 @@ from reference.nn.core.tensor_parallel import TensorParallelParts
 from reference.nn.layers.layernorm import head_norms
 from reference.nn.layers.layernorm_linear import LayerNormLinear
 from reference.nn.layers.linear import Linear
+from reference.parallel.chain import ranks_of
 
 
-class MultiheadAttention(TensorParallelParts, OfAttention, ContextGroup, DeviceDefault, torch.nn.Module):
+class MultiheadAttention(TensorParallelParts, ContextGroup, OfAttention, DeviceDefault, torch.nn.Module):
     """Attention with its projections. Arguments, defaults and submodule names are Transformer Engine's.
 
     Submodules: `layernorm_qkv` (or `qkv` without `input_layernorm`), or for cross-attention `layernorm_query` (or
@@ -204,6 +205,17 @@ class MultiheadAttention(TensorParallelParts, OfAttention, ContextGroup, DeviceD
             **common,
         )
 
+    def check_context(self, here: str) -> None:
+        """Refuse what ranks that share tokens are not offered for."""
+        if self.qkv_format != "sbhd":
+            raise NotImplementedError(
+                f"MultiheadAttention: qkv_format={self.qkv_format!r} with {here} is not offered; 'sbhd' is accepted."
+            )
+        if self.tp_size > 1:
+            raise NotImplementedError(
+                f"MultiheadAttention: tp_size={self.tp_size} with {here} is not offered; one of them is accepted."
+            )
+
     parallel_modes = (None,)
 
     def parts_to_share(self, mode: str | None) -> Iterator[tuple[Any, str | None]]:
@@ -349,7 +361,9 @@ class MultiheadAttention(TensorParallelParts, OfAttention, ContextGroup, DeviceD
             )
         q, k = self._normed(q, k, before_rope=True)
         if rotary_pos_emb is not None:
-            both = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
+            both: Any = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
+            if self.tokens is not None:
+                both = tuple([self.tokens.angles(freqs, len(q)) for freqs in both])
             layout = (self.rotary_pos_interleaved, self.qkv_format)
             places: Any = (None, None)
             if self.qkv_format == "thd" and step is not None:
@@ -391,7 +405,8 @@ class MultiheadAttention(TensorParallelParts, OfAttention, ContextGroup, DeviceD
         """Refuse what this module or a part of it would refuse, before anything changes; `layer` names the caller."""
         core: Any = self._modules["core_attention"]
         inference, packed = extras.inference, self.qkv_format == "thd" and extras.inference is None
-        first, core_heads = self._modules[self._first_name], self.num_attention_heads // self.tp_size
+        first: Any = self._modules[self._first_name]
+        core_heads = self.num_attention_heads // self.tp_size
         checks.check_input(first, hidden_states, self.hidden_size, "hidden_states", layer, self.qkv_format == "thd")
         if (encoder_output is None) != (self.attention_type == "self"):
             wanted = "no encoder_output" if self.attention_type == "self" else "an encoder_output"
@@ -407,6 +422,9 @@ class MultiheadAttention(TensorParallelParts, OfAttention, ContextGroup, DeviceD
         shape, device, dtype = hidden_states.shape, hidden_states.device, checks.activation_dtype(hidden_states)
         if self.sequence_parallel:
             shape = torch.Size((shape[0] * self.tp_size, *shape[1:]))
+        if self.cp_name is not None:
+            first.check_whole_chunks("hidden_states", hidden_states, layer)
+            shape = torch.Size((shape[0] * ranks_of(self.cp_name)[1], *shape[1:]))
         if ours:
             core.refuse_in_fp8(layer, dtype, extras.bias.given, inference is not None)
         if inference is not None:
@@ -430,6 +448,8 @@ class MultiheadAttention(TensorParallelParts, OfAttention, ContextGroup, DeviceD
             source = encoder_output.shape
             if self.sequence_parallel:
                 source = torch.Size((source[0] * self.tp_size, *source[1:]))
+            if self.cp_name is not None:
+                source = torch.Size((source[0] * ranks_of(self.cp_name)[1], *source[1:]))
         tokens, cu_seqlens = (shape[0], source[0]) if packed else None, extras.lengths
         lengths = (cu_seqlens.max_q, cu_seqlens.max_kv) if packed else (shape[sequence], source[sequence])
         count = cu_seqlens.q.shape[0] - 1 if packed else shape[batch]

@@ -53,7 +53,7 @@ def norm_class(norm: torch.nn.Module) -> type[torch.nn.Module]:
 
 def is_block(module: Any) -> bool:
     """Whether a `MultiheadAttention` runs as a block; if not, because a part is observed or replaced, its parts do."""
-    if module.tp_size > 1:  # of which no function of the block knows
+    if module.tp_size > 1 or module.cp_name is not None:  # of which no function of the block knows
         return False
     modules = module._modules
     first, core, proj = modules[module._first_name], modules["core_attention"], modules["proj"]

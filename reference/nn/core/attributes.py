@@ -63,7 +63,8 @@ class OneRank(WithSentences):
     cp_global_ranks: Any = None
     cp_stream: Any = None
     cp_comm_type = "p2p"
-    cp_size, cp_rank = 1, 0
+    cp_size: Any = 1
+    cp_rank: Any = 0
     bottom_right_diagonal: Any = None
     enc_dec_bottom_right_diagonal: Any = None
     return_layernorm_output_gathered = False

@@ -67,7 +67,9 @@ class Precision:
                 quantizers[one.input.name],
                 quantizers[one.weight.name],
                 quantizers[one.grad.name],
-                (Accumulation() if recipe is None else recipe.accumulation(one.part))._replace(shared=one.shared),
+                (Accumulation() if recipe is None else recipe.accumulation(one.part))._replace(
+                    shared=one.shared, tokens=one.tokens
+                ),
                 one.parameter,
             )
             for one in roles.gemms

@@ -23,6 +23,7 @@ from reference.numbers import philox
 from reference.ops.library import twin
 from reference.ops.random.dropout import state_or_none
 from reference.parallel.chain import gathered_rows
+from reference.parallel.tokens import Tokens
 from reference.state import graph_seeds
 from reference.state.target_device import probe_target
 from reference.state.threads import here
@@ -122,12 +123,14 @@ class Generator(torch.nn.Module):
 class Plan(NamedTuple):
     """Which gradients are wanted (x, bias, residual), and the probability of dropping an element.
 
-    `group`: the name of that whose ranks have rows of their own, over all of which the bias's gradient is summed.
+    `group`: the name of that whose ranks have rows of their own, over all of which the bias's gradient is summed;
+    `tokens`: the same of ranks that have chunks of tokens.
     """
 
     needs: tuple[bool, ...]
     p: float
     group: str | None = None
+    tokens: Tokens | None = None
 
 
 class Saved(NamedTuple):
@@ -142,17 +145,24 @@ def drop_forward(
     """y `[tokens, hidden]`."""
     (state,), (kept,) = context.random, context.reads
     state_before = before(state)
+    if plan.tokens is not None and state is not None:
+        return plan.tokens.dropped(x, bias, residual, plan.p, state), Saved(state_before)
     return twin.bias_dropout_add(x, bias, residual, plan.p, state_or_none(state, x), kept), Saved(state_before)
 
 
 def drop_backward(plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor) -> Tensors:
     """dx, db, dresidual."""
     needs, grad, (kept,) = plan.needs, grad.contiguous(), context.reads
-    dx = before_dropped(grad, plan.p, saved.state, kept) if any(needs[:2]) else None
-    db = None
+    dx = db = None
+    if any(needs[:2]):
+        if plan.tokens is not None and saved.state is not None:
+            dx = plan.tokens.dropped_backward(grad, plan.p, saved.state)
+        else:
+            dx = before_dropped(grad, plan.p, saved.state, kept)
     if needs[1]:
         assert dx is not None
-        db = twin.dbias(dx if plan.group is None else gathered_rows(plan.group, dx))
+        whole = dx if plan.group is None else gathered_rows(plan.group, dx)
+        db = twin.dbias(whole if plan.tokens is None else plan.tokens.gathered(dx))
     return dx if needs[0] else None, db, grad if needs[2] else None
 
 
@@ -164,15 +174,17 @@ def bias_dropout_add(
     generator: Generator | None,
     kept: torch.Tensor | None = None,
     group: str | None = None,
+    tokens: Tokens | None = None,
 ) -> torch.Tensor:
     """`residual + m · dropout(x + bias)` of `[..., hidden]`; without a generator, or with p = 0, no element is dropped.
 
-    `kept`: m of each of x's entries, as `DropPath.kept` gives it; None without stochastic depth. `group`: as in `Plan`.
+    `kept`: m of each of x's entries, as `DropPath.kept` gives it; None without stochastic depth. `group`, `tokens`: as
+    in `Plan`.
     """
     state = generator.take() if generator is not None and p > 0 else None
     flat = None if residual is None else residual.reshape(-1, x.shape[-1]).contiguous()
     tensors = (x.reshape(-1, x.shape[-1]).contiguous(), bias, flat)
-    plan = Plan(wanted(*tensors), p if state is not None else 0.0, group)
+    plan = Plan(wanted(*tensors), p if state is not None else 0.0, group, tokens)
     context = BlockContext(random=(state,), reads=(kept,))
     return differentiable(drop_forward, drop_backward, plan, context, *tensors).view(x.shape)
 

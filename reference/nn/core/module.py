@@ -14,6 +14,7 @@ from reference.nn.core.parameters import DeviceDefault, InitMethod
 from reference.nn.core.state_dict import Checkpointed
 from reference.nn.core.tensor_parallel import TensorParallel
 from reference.parallel.tensor import shared_quantizers
+from reference.parallel.tokens import quantizers_of_tokens
 from reference.recipe import Recipe
 from reference.recipes.quantizer import Calibrating, HighPrecision, Quantizer
 from reference.recipes.roles import Roles
@@ -182,6 +183,8 @@ class TransformerEngineBaseModule(TensorParallel, OfModule, DelayedGradients, De
             precision = self._high_precision(dtype)
         if self.tp_size > 1:
             self.check_shared(precision)
+        if self.cp_name is not None:
+            self.check_tokens(precision)
         return precision
 
     def _fp8_precision(self, recipe: Recipe, recomputed: bool, dtype: torch.dtype) -> Precision:
@@ -194,7 +197,7 @@ class TransformerEngineBaseModule(TensorParallel, OfModule, DelayedGradients, De
             history = None if recompute.recomputing() else forward.amax_history
             forward = FP8TensorMeta(scale, history, recipe.scaled_max(True))
         if recalled or torch.compiler.is_compiling():
-            quantizers = shared_quantizers(self.roles, recipe.quantizers(self.roles, forward, backward, dtype))
+            quantizers = self._shared(recipe.quantizers(self.roles, forward, backward, dtype))
             return Precision(self.roles, quantizers, recipe, forward, backward)
         known = self._precision
         of_backward = dtype if recipe.reads_dtype else None
@@ -203,9 +206,13 @@ class TransformerEngineBaseModule(TensorParallel, OfModule, DelayedGradients, De
             or not (known.recipe is recipe and known.forward is forward and known.backward is backward)
             or known.dtype is not of_backward
         ):
-            quantizers = shared_quantizers(self.roles, recipe.quantizers(self.roles, forward, backward, dtype))
+            quantizers = self._shared(recipe.quantizers(self.roles, forward, backward, dtype))
             known = self._precision = Precision(self.roles, quantizers, recipe, forward, backward, of_backward)
         return known
+
+    def _shared(self, quantizers: dict[str, Quantizer]) -> dict[str, Quantizer]:
+        """A recipe's quantizers, as they are where ranks share the layer's maps, or their tokens."""
+        return quantizers_of_tokens(self.roles, shared_quantizers(self.roles, quantizers))
 
     def _calibrating(self, dtype: torch.dtype) -> Precision:
         """Quantizers to `dtype` that record amaxes for a later run in FP8."""
@@ -214,7 +221,7 @@ class TransformerEngineBaseModule(TensorParallel, OfModule, DelayedGradients, De
             role.name: Calibrating(dtype, forward, role.column, role.tensor == "weight") if role.is_forward else wide
             for role in self.roles.all
         }
-        return Precision(self.roles, shared_quantizers(self.roles, quantizers))
+        return Precision(self.roles, self._shared(quantizers))
 
     def _high_precision(self, dtype: torch.dtype) -> Precision:
         """No FP8."""
@@ -223,7 +230,7 @@ class TransformerEngineBaseModule(TensorParallel, OfModule, DelayedGradients, De
         if found is None:
             wide: Quantizer = HighPrecision(dtype)
             quantizers = dict.fromkeys([role.name for role in self.roles.all], wide)
-            found = Precision(self.roles, shared_quantizers(self.roles, quantizers))
+            found = Precision(self.roles, self._shared(quantizers))
             if not compiling:
                 self._wide[dtype] = found
         return found

@@ -10,6 +10,7 @@ from reference.arguments import check_arguments
 from reference.nn.core.parameters import InitMethod
 from reference.parallel.chain import shapes_on_ranks
 from reference.parallel.tensor import Shared, cut_of, part_of
+from reference.parallel.tokens import BLOCK, Tokens, can_be_gathered
 from reference.support import groups
 
 
@@ -41,10 +42,12 @@ class TensorParallel:
         tp_size: how many ranks share its maps; 1 where none does.
         tp_name: the group's name; None without one. A group itself could not be copied or pickled with the layer.
         sequence_parallel: whether each rank has its own tokens outside of the maps.
+        cp_name: the name of a group whose ranks have some of the tokens each, everywhere; None without one.
     """
 
     tp_size = 1
     tp_name: str | None = None
+    cp_name: str | None = None
     sequence_parallel = False
 
     def take_tensor_group(self, tp_group: Any, tp_size: int, sequence_parallel: bool) -> None:
@@ -106,6 +109,54 @@ class TensorParallel:
         if self.tp_size > 1 and layer.quantized_init is not None:
             raise NotImplementedError(
                 f"{name}: {here} in quantized_model_init is not offered; a layer that is made outside is accepted."
+            )
+
+    # --- tokens that ranks share (`reference.parallel.tokens`) -----------------------------------------
+
+    @property
+    def tokens(self) -> Tokens | None:
+        """Which ranks have some of the tokens each."""
+        return None if self.cp_name is None else Tokens(self.cp_name)
+
+    def take_tokens(self, group: Any) -> None:
+        """Let the ranks of a group have some of the tokens each, two chunks of every sequence; None ends that."""
+        name = None if group is None or dist.get_world_size(group) == 1 else groups.name_of(group)
+        if name is not None and self.tp_size > 1:
+            raise NotImplementedError(
+                f"{type(self).__name__}: a group that shares tokens with tp_size={self.tp_size} is not offered; a "
+                f"layer that is whole on each rank is accepted."
+            )
+        layer: Any = self
+        self.cp_name = name
+        if hasattr(layer, "_take_roles"):
+            layer._take_roles()
+            self.forget_precision()
+
+    def check_tokens(self, precision: Any) -> None:
+        """Refuse a forward of some tokens that ranks cannot share, before anything is changed."""
+        layer: Any = self
+        here = f"a group of {dist.get_world_size(groups.group_of(str(self.cp_name)))} ranks that share tokens"
+        refuse_beyond_cpu(type(self).__name__, here, layer._parameter_device())
+        for one in layer.roles.gemms:
+            for quantizer in (precision.gemms[one.part].input, precision.gemms[one.part].grad):
+                if not can_be_gathered(quantizer):
+                    raise NotImplementedError(
+                        f"{type(self).__name__}: square blocks of tokens with {here} are not offered; blocks of 1 × "
+                        f"128 are accepted."
+                    )
+
+    def check_rows_of_tokens(self, argument: str, x: torch.Tensor) -> None:
+        """Refuse a tensor that is no two chunks of tokens, or whose shape differs between ranks."""
+        self.check_whole_chunks(argument, x, type(self).__name__)
+        refuse_beyond_cpu(type(self).__name__, "a group that shares tokens", x.device)
+        check_same_on_ranks(type(self).__name__, argument, x, str(self.cp_name))
+
+    def check_whole_chunks(self, argument: str, x: torch.Tensor, layer: str) -> None:
+        """Refuse a tensor that is no two chunks of tokens; `layer` names the caller."""
+        if x.dim() < 2 or x.shape[0] % (2 * BLOCK):
+            raise ValueError(
+                f"{layer}: {argument} has shape {list(x.shape)} with a group that shares tokens; "
+                f"[sequence, ..., features] is accepted, the sequence a multiple of {2 * BLOCK} on each rank."
             )
 
     # --- a whole layer becomes one that ranks share (`reference.parallel.styles`) ---------------------
@@ -195,7 +246,9 @@ class TensorParallel:
             )
 
     def check_ranks(self, inp: torch.Tensor) -> None:
-        """Refuse inputs whose shapes differ between the ranks that share a map."""
+        """Refuse inputs whose shapes differ between the ranks that share a map, or its tokens."""
+        if self.cp_name is not None:
+            self.check_rows_of_tokens("inp", inp)
         if self.tp_name is not None and inp.device.type != "meta":
             check_same_on_ranks(type(self).__name__, "inp", inp, self.tp_name)
 

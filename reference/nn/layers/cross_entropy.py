@@ -18,6 +18,7 @@ from reference.nn.core.checks import check_tensor
 from reference.nn.core.context import BlockContext
 from reference.nn.core.tensor_parallel import check_same_on_ranks, refuse_beyond_cpu
 from reference.ops.library import twin
+from reference.parallel.tokens import Tokens
 from reference.parallel.vocabulary import Shard, gradient_of_logits, losses
 from reference.support import groups
 from reference.support.nested import Tensors
@@ -34,11 +35,13 @@ class Loss(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Which gradients are wanted (logits, target), the loss, and what this rank has of the classes; None is all."""
+    """Which gradients are wanted (logits, target), the loss, and what this rank has: of the classes, of the rows; None
+    is all."""
 
     needs: tuple[bool, ...]
     loss: Loss
     shard: Shard | None = None
+    tokens: Tokens | None = None
 
 
 class Saved(NamedTuple):
@@ -62,7 +65,10 @@ def forward(
         loss, *stats = losses(plan.shard, logits, target, ignored, smoothing)
     divisor = None
     if kind != "none":
-        loss, divisor = twin.cross_entropy_mean(loss, target, ignored, kind)
+        of_all = target
+        if plan.tokens is not None:
+            loss, of_all = plan.tokens.gathered(loss), plan.tokens.gathered(target)
+        loss, divisor = twin.cross_entropy_mean(loss, of_all, ignored, kind)
     return loss, Saved(divisor, logits, target, *stats)
 
 
@@ -95,7 +101,7 @@ def check_loss(name: str, ignore_index: Any, reduction: Any, label_smoothing: An
     check_arguments(name, arguments)
 
 
-def _loss(name: str, logits: Any, target: Any, loss: Loss, group: Any = None) -> torch.Tensor:
+def _loss(name: str, logits: Any, target: Any, loss: Loss, group: Any = None, cp_group: Any = None) -> torch.Tensor:
     check_tensor(name, "logits" if name == "cross_entropy" else "inp", logits)
     if logits.dim() == 0 or logits.shape[-1] == 0:
         raise ValueError(f"{name}: the logits have shape {list(logits.shape)}; [..., classes] is accepted.")
@@ -106,7 +112,17 @@ def _loss(name: str, logits: Any, target: Any, loss: Loss, group: Any = None) ->
         refuse_beyond_cpu(name, f"dist_process_group of {group.size()} processes", logits.device)
         shard = Shard(groups.name_of(group), logits.shape[-1])
         check_same_on_ranks(name, "inp", logits, shard.group)
-    plan = Plan(wanted(rows, target), loss, shard)
+    tokens = None
+    if cp_group is not None and cp_group.size() > 1:
+        refuse_beyond_cpu(name, f"cp_group of {cp_group.size()} ranks", logits.device)
+        tokens = Tokens(groups.name_of(cp_group))
+        if logits.dim() < 2 or logits.shape[0] % 2:
+            raise ValueError(
+                f"{name}: logits have shape {list(logits.shape)} with a cp_group of {cp_group.size()} ranks; "
+                f"[sequence, ..., classes] is accepted, the sequence a multiple of 2."
+            )
+        check_same_on_ranks(name, "logits", logits, tokens.group)
+    plan = Plan(wanted(rows, target), loss, shard, tokens)
     out: torch.Tensor = differentiable(forward, backward, plan, BlockContext(), rows, target)
     return out.view(logits.shape[:-1]) if loss.kind == "none" else out
 
@@ -117,6 +133,8 @@ def cross_entropy(
     ignore_index: int = -100,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
+    *,
+    cp_group: Any = None,
 ) -> torch.Tensor:
     """The softmax cross-entropy of logits and classes, as `torch.nn.functional.cross_entropy` of `[rows, V]`.
 
@@ -126,6 +144,9 @@ def cross_entropy(
         ignore_index: the target of rows that count for nothing.
         reduction: "mean" over the rows that count (NaN without any), "sum", or "none".
         label_smoothing: the part of the target's weight that all classes share.
+        cp_group: a process group whose ranks have some of the tokens each, in the first dimension, as
+            `te.parallel.tokens_of_rank` gives them; on CPUs alone. A mean, and a sum, is that of all ranks' tokens, the
+            same on each rank, and each has the gradient of its own logits.
 
     Returns:
         fp32: `[]`, or with "none" `[...]`.
@@ -134,7 +155,10 @@ def cross_entropy(
         IndexError: on a CPU, a target that is no class. On a GPU its loss is NaN.
     """
     check_loss("cross_entropy", ignore_index, reduction, label_smoothing)
-    return _loss("cross_entropy", logits, target, Loss(int(ignore_index), reduction, float(label_smoothing)))
+    if cp_group is not None:
+        check_arguments("cross_entropy", {"cp_group": cp_group})
+    loss = Loss(int(ignore_index), reduction, float(label_smoothing))
+    return _loss("cross_entropy", logits, target, loss, cp_group=cp_group)
 
 
 def parallel_cross_entropy(

@@ -21,6 +21,7 @@ from reference.nn.core.parameters import DeviceDefault, InitMethod, parameter_dt
 from reference.nn.core.tensor_parallel import TensorParallel, check_same_on_ranks, refuse_beyond_cpu
 from reference.ops.library import twin
 from reference.parallel.chain import ranks_of
+from reference.parallel.tokens import Tokens
 from reference.parallel.vocabulary import Shard, gradient_of_table, rows_of_table
 from reference.support.nested import Tensors
 
@@ -28,13 +29,15 @@ from reference.support.nested import Tensors
 class Plan(NamedTuple):
     """Which gradients are wanted (weight, ids), the table's rows, and the row that gets none (-1 is none).
 
-    `shard`: what this rank has of the table, whose rows and padding are then those of all ranks.
+    `shard`: what this rank has of the table, whose rows and padding are then those of all ranks. `tokens`: which
+    ranks have some of the numbers each.
     """
 
     needs: tuple[bool, ...]
     rows: int
     padding: int
     shard: Shard | None = None
+    tokens: Tokens | None = None
 
 
 class Saved(NamedTuple):
@@ -53,6 +56,9 @@ def backward(plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor
     """The gradient of the table."""
     if plan.shard is not None:
         return gradient_of_table(plan.shard, grad.contiguous(), saved.ids, plan.padding), None
+    if plan.tokens is not None:
+        grad, ids = plan.tokens.gathered(grad.contiguous()), plan.tokens.gathered(saved.ids)
+        return twin.embedding_backward(grad, ids, plan.rows, plan.padding), None
     return twin.embedding_backward(grad.contiguous(), saved.ids, plan.rows, plan.padding), None
 
 
@@ -144,10 +150,12 @@ class Embedding(TensorParallel, DeviceDefault, torch.nn.Embedding):
         """Rows `[..., embedding_dim]`, in the weight's dtype, of numbers `[...]`, int64 or int32."""
         self._check(input)
         shard = self._shard(input) if self.tp_size > 1 else None
+        if self.cp_name is not None:
+            self.check_rows_of_tokens("input", input[..., None])
         ids = input.reshape(-1).to(torch.int64)
         weight = self.weight if self.weight.is_contiguous() else self.weight.contiguous()
         padding = -1 if self.padding_idx is None else self.padding_idx
-        plan = Plan(wanted(weight, ids), self.weight.shape[0], padding, shard)
+        plan = Plan(wanted(weight, ids), self.weight.shape[0], padding, shard, self.tokens)
         out: torch.Tensor = differentiable(forward, backward, plan, BlockContext(), weight, ids)
         return out.view(*self._lead(input), self.weight.shape[1])
 

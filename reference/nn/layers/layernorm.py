@@ -6,6 +6,7 @@ The norm is over the last dimension; γ is `weight`, or `weight + 1` with `zero_
 points: `reference.ops.norms.norm`.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -20,22 +21,24 @@ from reference.nn.core.module import TransformerEngineBaseModule
 from reference.nn.core.parameters import DeviceDefault, parameter_dtype
 from reference.ops.library import twin
 from reference.parallel.chain import gathered_rows
-from reference.parallel.tensor import Shared
-from reference.recipes.quantized import as_dtype, rows_of
+from reference.recipes.quantized import Accumulation, as_dtype, rows_of
 from reference.recipes.quantizer import NormPlan
 from reference.state.target_device import probe_target
 from reference.support.nested import Tensors
 
 KINDS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
 """`normalization` argument → the ops' name."""
+WHOLE = Accumulation()
+"""All rows are here."""
 
 
 class Plan(NamedTuple):
-    """T, which gradients are wanted (x, γ, β), and the norm."""
+    """T, which gradients are wanted (x, γ, β), the norm, and whether ranks have some of the rows each."""
 
     dtype: torch.dtype
     needs: tuple[bool, ...]
     norm: NormPlan
+    how: Accumulation = WHOLE
 
 
 def norm_plan(layer: Any) -> NormPlan:
@@ -57,16 +60,19 @@ def norm_backward(
     grad: torch.Tensor,
     saved: Saved,
     residual_grad: torch.Tensor | None = None,
-    shared: Shared | None = None,
+    how: Accumulation = WHOLE,
 ) -> Tensors:
     """dx (+ residual_grad), dγ, dβ (None for RMSNorm).
 
-    Where ranks have rows of their own (`shared.sequence`), dγ and dβ are the sums over all rows, on every rank.
+    Where ranks have rows of their own (`how`), dγ and dβ are the sums over all rows, on every rank.
     """
     dx, dweight, dbias = twin.norm_backward(grad, *saved, norm.zero_centered, norm.kind, residual_grad)
-    if shared is not None and shared.sequence:
+    gathered = None if how.tokens is None else how.tokens.gathered
+    if how.shared is not None and how.shared.sequence:
+        gathered = functools.partial(gathered_rows, how.shared.group)
+    if gathered is not None:
         x, gamma, mean, rstd = saved
-        grad, x, mean, rstd = (gathered_rows(shared.group, one) for one in (grad, x, mean, rstd))
+        grad, x, mean, rstd = (gathered(one) for one in (grad, x, mean, rstd))
         _, dweight, dbias = twin.norm_backward(grad, x, gamma, mean, rstd, norm.zero_centered, norm.kind, None)
     return dx, dweight, dbias if norm.kind == "layernorm" else None
 
@@ -123,7 +129,7 @@ def forward(
 
 def backward(plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor) -> Tensors:
     """dx, dγ, dβ of dL/dy."""
-    return norm_backward(plan.norm, grad.contiguous(), saved)
+    return norm_backward(plan.norm, grad.contiguous(), saved, None, plan.how)
 
 
 def _last_size(layer: str, normalized_shape: Any, hidden_size: Any) -> int:
@@ -210,8 +216,12 @@ class _Norm(TransformerEngineBaseModule):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Normalise the last dimension of `[..., hidden]`; the result has the input's (or torch.autocast's) dtype."""
         check_input(self, input, self.hidden_size, "input")
+        how = WHOLE
+        if self.cp_name is not None:
+            self.check_rows_of_tokens("input", input)
+            how = Accumulation(tokens=self.tokens)
         tensors = (rows_of(input), self.weight, self.bias)
-        plan = Plan(activation_dtype(input), wanted(*tensors), norm_plan(self))
+        plan = Plan(activation_dtype(input), wanted(*tensors), norm_plan(self), how)
         return differentiable(forward, backward, plan, BlockContext(), *tensors).view(input.shape)
 
     def extra_repr(self) -> str:

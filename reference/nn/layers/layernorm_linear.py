@@ -123,7 +123,7 @@ def quantized_backward(
         dnorm = dgrad(g, saved.w, plan.dtype, gemm.how)
         if norm_grad:
             dnorm = dnorm + norm_grad[0]
-        dx, dgamma, dbeta = norm_backward(plan.norm, dnorm, saved.norm, residual_grad, gemm.how.shared)
+        dx, dgamma, dbeta = norm_backward(plan.norm, dnorm, saved.norm, residual_grad, gemm.how)
     dw = context.weight_grad(gemm, g, saved.normed, plan.dtype) if wants.weight else None
     return dx, dgamma, dbeta, dw
 

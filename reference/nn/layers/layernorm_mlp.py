@@ -156,7 +156,7 @@ def backward(
             dnorm = dgrad(dh, saved.w1, dtype, fc1.how)
             if len(grads) > 1:
                 dnorm = dnorm + grads[1]
-            dx, dgamma, dbeta = norm_backward(plan.norm, dnorm, saved.norm, residual_grad, fc1.how.shared)
+            dx, dgamma, dbeta = norm_backward(plan.norm, dnorm, saved.norm, residual_grad, fc1.how)
     return dx, dgamma, dbeta, dw1, db1, dw2, db2
 
 
@@ -271,7 +271,8 @@ class LayerNormMLP(TransformerEngineBaseModule):
         fc1 = fc2 = None
         if self.tp_size > 1:
             fc1, fc2 = self.shared(False, self._fc1_parts()), self.shared(True, (self.ffn_part,))
-        return Roles((linear_map("fc1", "fc1_weight", 0, fc1), linear_map("fc2", "fc2_weight", 1, fc2)))
+        tokens = self.tokens
+        return Roles((linear_map("fc1", "fc1_weight", 0, fc1, tokens), linear_map("fc2", "fc2_weight", 1, fc2, tokens)))
 
     parallel_modes = (None,)
 

@@ -211,7 +211,7 @@ class LinearBase(TransformerEngineBaseModule):
         if self.tp_size > 1 and self.parallel_mode is not None:
             shared = self.shared(row, (self.in_features,) if row else self.part_rows)
         return Roles(
-            (linear_map("", "weight", shared=shared),),
+            (linear_map("", "weight", shared=shared, tokens=self.tokens),),
             parts=columns_of_parts(self.weight_names) if kept_in_parts else {},
         )
 

@@ -140,6 +140,7 @@ def is_mlp_block(mlp: Any, residual_is_norm: bool) -> bool:
         and mlp.return_layernorm_output == residual_is_norm
         and not mlp.checkpoint  # which its own forward does
         and mlp.tp_size == 1
+        and mlp.cp_name is None
     )
 
 

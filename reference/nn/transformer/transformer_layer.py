@@ -53,7 +53,7 @@ _ATTENTION += ["qk_norm_type", "qk_norm_eps", "qk_norm_before_rope"]
 _NORM = ("normalization", "zero_centered_gamma", "layernorm_epsilon", "return_layernorm_output")
 
 
-class TransformerLayer(TensorParallelParts, OfTransformerLayer, ContextGroup, DeviceDefault, torch.nn.Module):
+class TransformerLayer(TensorParallelParts, ContextGroup, OfTransformerLayer, DeviceDefault, torch.nn.Module):
     """A transformer layer. Arguments, defaults and submodule names are Transformer Engine's.
 
     Submodules: `self_attention`, `inter_attention` (decoder), `layernorm_mlp`, `layernorm` (with `output_layernorm`).
@@ -210,6 +210,17 @@ class TransformerLayer(TensorParallelParts, OfTransformerLayer, ContextGroup, De
         self.drop_path = DropPath(drop_path_rate, device) if drop_path_rate > 0 else None
         self.generator = Generator(device)
         self.elements = sum(parameter.numel() for parameter in self.parameters())
+
+    def check_context(self, here: str) -> None:
+        """Refuse what ranks that share tokens are not offered for."""
+        rate = self._with_sequence["drop_path_rate"]
+        for what, asked, accepted in (
+            (f"attn_input_format={self.attn_input_format!r}", self.attn_input_format != "sbhd", "'sbhd' is"),
+            (f"tp_size={self.tp_size}", self.tp_size > 1, "one of them is"),
+            (f"drop_path_rate={rate!r}", rate > 0, "0.0 is"),
+        ):
+            if asked:
+                raise NotImplementedError(f"TransformerLayer: {what} with {here} is not offered; {accepted} accepted.")
 
     def _check_sequence(self) -> None:
         """Refuse what a rank's own tokens are not offered for."""
@@ -436,7 +447,7 @@ class TransformerLayer(TensorParallelParts, OfTransformerLayer, ContextGroup, De
         drop_path = self.drop_path if drops_path and self.training else None
         kept = None if drop_path is None else drop_path.kept(y.shape[0], y.device)
         group = self.tp_name if self.sequence_parallel else None
-        return bias_dropout_add(y, bias, residual, *dropout, kept, group)
+        return bias_dropout_add(y, bias, residual, *dropout, kept, group, self.tokens)
 
 
 _DEFAULTS = defaults_of(

@@ -47,7 +47,9 @@ serves the eight pairs (query i, key j) that a thread holds: with i = 16 I + 8 r
 
 Where q has some of a tensor's heads, those that lie on this rank, three numbers follow seed and offset (`[5]`, on a
 CPU): how many of each entry there are here, how many in the whole, and which of these is the first here. Then `head`
-counts those of the whole.
+counts those of the whole. Where q and k have some of a sequence's tokens, four more follow (`[9]`): the first query
+here, how many queries the whole has, the first key and how many keys. Then sq, skv, I and J are of the whole; the first
+query and key are multiples of 16.
 """
 
 import math
@@ -190,7 +192,7 @@ def check_attention(
     check_window(op, options.left, options.right)
     check_bias(op, q, shape, options.bias, options.slopes)
     check_sinks(op, q, options.sinks, options.biased)
-    check_dropout(op, "q", q, options.dropout, options.rng_state, place=3)
+    check_dropout(op, "q", q, options.dropout, options.rng_state, place=(3, 7))
     check_lengths(op, shape[0], q.device, options.q_lengths, options.kv_lengths)
 
 
@@ -219,9 +221,14 @@ def keep_pairs(
     if len(rng_state) == 2:
         drawn = philox.element_words(seed, first * counters, count * counters, offset)
     else:
-        here, of_all, first_of_all = rng_state[2:].tolist()
+        here, of_all, first_of_all, *of_tokens = rng_state[2:].tolist()
         places = [n // here * of_all + first_of_all + n % here for n in range(first, first + count)]
-        of_heads = [philox.element_words(seed, place * counters, counters, offset) for place in places]
+        starts = [place * counters for place in places]
+        if of_tokens:
+            query, all_i, key, all_j = (-(-one // 16) for one in of_tokens)
+            starts = [((place * all_i + query + i) * all_j + key) * 32 for place in places for i in range(tiles_i)]
+            counters = tiles_j * 32
+        of_heads = [philox.element_words(seed, start, counters, offset) for start in starts]
         drawn = [np.concatenate(words) for words in zip(*of_heads, strict=True)]
     words = np.stack(drawn, axis=1).astype(np.uint32)
     u = np.stack([words & 0xFFFF, words >> 16], axis=2)

@@ -112,7 +112,7 @@ def check_options(
     check_scale(op, options.scale)
     check_mask(op, (*q.shape[:3], k.shape[2]), q.device, options.mask_type, options.mask)
     check_window(op, options.left, options.right)
-    check_dropout(op, "q", q, options.dropout, options.rng_state, place=3)
+    check_dropout(op, "q", q, options.dropout, options.rng_state, place=(3,))
 
 
 def outputs(

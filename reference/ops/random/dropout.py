@@ -49,11 +49,11 @@ def keep_scale(p: float) -> float:
 
 
 def check_dropout(
-    op: str, name: str, x: torch.Tensor, p: float, rng_state: torch.Tensor | None, place: int = 0
+    op: str, name: str, x: torch.Tensor, p: float, rng_state: torch.Tensor | None, place: tuple[int, ...] = ()
 ) -> None:
     """Refuse a probability outside [0, 1], and a state that is missing or is not int64 `[2]` on x's device.
 
-    `place`: how many numbers may follow on a CPU, which say where x lies in a larger tensor.
+    `place`: how many numbers may follow on a CPU, one of these, which say where x lies in a larger tensor.
     """
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"{op}: the dropout probability must be from 0 to 1; got {p}.")
@@ -64,7 +64,7 @@ def check_dropout(
             f"{op}: a dropout probability of {p} needs rng_state, an int64 [2] tensor (seed, offset) "
             f"(reference.numbers.philox.new_state makes one); got None."
         )
-    shapes = ((2,), (2,) if rng_state.is_cuda else (2 + place,))
+    shapes = ((2,), *[(2 + more,) for more in place if not rng_state.is_cuda])
     if rng_state.dtype != torch.int64 or tuple(rng_state.shape) not in shapes or not rng_state.is_contiguous():
         raise ValueError(
             f"{op}: rng_state must be a contiguous int64 [2] tensor (seed, offset); "
@@ -132,7 +132,7 @@ def bias_dropout_add_outputs(
 ) -> torch.Tensor:
     check_input("twin::bias_dropout_add", "x", x)
     check_addends("twin::bias_dropout_add", x, bias, residual)
-    check_dropout("twin::bias_dropout_add", "x", x, p, rng_state, place=1)
+    check_dropout("twin::bias_dropout_add", "x", x, p, rng_state, place=(1,))
     check_kept("twin::bias_dropout_add", "x", x, kept)
     return torch.empty_like(x)
 
@@ -141,7 +141,7 @@ def dropout_backward_outputs(
     grad: torch.Tensor, p: float, rng_state: torch.Tensor | None, kept: torch.Tensor | None = None
 ) -> torch.Tensor:
     check_input("twin::dropout_backward", "grad", grad)
-    check_dropout("twin::dropout_backward", "grad", grad, p, rng_state, place=1)
+    check_dropout("twin::dropout_backward", "grad", grad, p, rng_state, place=(1,))
     check_kept("twin::dropout_backward", "grad", grad, kept)
     return torch.empty_like(grad)
 

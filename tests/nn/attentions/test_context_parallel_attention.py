@@ -8,7 +8,7 @@ import torch
 from shared.tensor_ranks import BF16, compare, in_one, numbers, on_ranks
 
 import reference as te
-from reference.nn.attentions.context_parallel_attention import take_context_group
+from reference.nn.core.context_parallel import take_context_group
 
 F16 = torch.float16
 COMM = "all_gather"
@@ -24,6 +24,7 @@ def attention(
     group: Any, count: int, rank: int, ranks: int, dtype: torch.dtype, layout: str, heads: int, more: Any
 ) -> dict[str, torch.Tensor]:
     """A step; of one process the tokens in the order of `ranks` ranks."""
+    torch.manual_seed(3)
     given: dict[str, Any] = {"cp_group": group, "cp_comm_type": COMM} if heads == 4 else {}
     layer = te.DotProductAttention(4, (16, 24), heads, qkv_format=layout, **given, **dict(more))
     if heads != 4:
@@ -52,6 +53,11 @@ def cases(ranks: int) -> dict[str, tuple[Any, ...]]:
     return {
         "causal": (attention, ranks, BF16, "sbhd", 2, ()),
         "no mask": (attention, ranks, F16, "bshd", 4, (("attn_mask_type", "no_mask"),)),
+        "dropout": (attention, ranks, BF16, "sbhd", 2, (("attention_dropout", 0.3),)),
+        "dropout without a mask": (
+            *(attention, ranks, BF16, "bshd", 4),
+            (("attention_dropout", 0.1), ("attn_mask_type", "no_mask")),
+        ),
         "window": (attention, ranks, BF16, "sbhd", 4, (("window_size", (200, 0)), ("softmax_scale", 0.3))),
     }
 
@@ -66,10 +72,6 @@ def refused(group: Any, count: int, rank: int) -> dict[str, torch.Tensor]:
     for call, sentence in (
         (lambda: te.DotProductAttention(4, 16, cp_group=group), "cp_comm_type='p2p' with a cp_group of 2 ranks is not"),
         (lambda: core(cp_global_ranks=[0]), r"cp_global_ranks=\[0\]; None and a list of the ranks of cp_group, 2"),
-        (
-            lambda: core(attention_dropout=0.1)(x, x, x),
-            "attention_dropout=0.1 with a cp_group of 2 ranks is not offered",
-        ),
         (lambda: core(softmax_type="learnable")(x, x, x), "softmax_type='learnable' with a cp_group"),
         (lambda: core(return_max_logit=True)(x, x, x), "return_max_logit=True with a cp_group"),
         (lambda: core()(x, x, x, checkpoint_core_attention=True), "checkpoint_core_attention=True with a cp_group"),
@@ -97,8 +99,6 @@ def refused(group: Any, count: int, rank: int) -> dict[str, torch.Tensor]:
             call()
     with pytest.raises(NotImplementedError, match="fp8_dpa=True with a cp_group"), on:
         core()(x, x, x)
-    with pytest.raises(ValueError, match="cp_group=<a process group of 2 ranks>; None and a process group of one rank"):
-        te.MultiheadAttention(64, 4, set_parallel_mode=True).set_context_parallel_group(group, [0, 1], None, COMM)
     return {}
 
 

@@ -221,10 +221,6 @@ def compare_cases(
         compare(name, whole[name], [one[name] for one in found], lambda tensor, case=case: dims(case, tensor))
 
 
-def test_a_linear_layer_that_two_ranks_share(tmp_path: Path) -> None:
-    compare_cases(2, tmp_path, FAST)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 4])
 def test_a_linear_layer_in_every_form(count: int, tmp_path: Path) -> None:
@@ -233,18 +229,10 @@ def test_a_linear_layer_in_every_form(count: int, tmp_path: Path) -> None:
     compare_cases(count, tmp_path, cases)
 
 
-def test_layers_with_a_norm_that_two_ranks_share(tmp_path: Path) -> None:
-    compare_cases(2, tmp_path, FAST_NORMED, normed, dims_of_normed)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 4])
 def test_layers_with_a_norm_in_every_form(count: int, tmp_path: Path) -> None:
     compare_cases(count, tmp_path, NORMED, normed, dims_of_normed)
-
-
-def test_attention_and_layers_that_two_ranks_share(tmp_path: Path) -> None:
-    compare_cases(2, tmp_path, FAST_ATTENTION, attention, dims_of_attention)
 
 
 @pytest.mark.slow
@@ -291,17 +279,6 @@ def others(group: Any, count: int, rank: int, what: str) -> dict[str, torch.Tens
     return found
 
 
-def test_other_ways_to_run_a_shared_layer(tmp_path: Path) -> None:
-    cases = {one: (one,) for one in ("given later", "copied", "pickled", "computed again", "microbatches")}
-    compare_cases(
-        2,
-        tmp_path,
-        cases,
-        others,
-        lambda _, name: dims_of_attention(("", "", True, ()), name),  # type: ignore[misc]
-    )
-
-
 def pairs(group: Any, count: int, rank: int, pair: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Two of four ranks share a layer, the other two another one; then without gradients, and statistics."""
     if group is not None:
@@ -344,16 +321,6 @@ def banded(group: Any, count: int, rank: int, recipe: str, mode: str, rows: int)
     return {"y": y.detach(), "dx": x.grad}  # type: ignore[dict-item]
 
 
-def test_sums_go_through_the_ranks_in_bands(tmp_path: Path) -> None:
-    assert chain.bands(128 * chain.BANDS + 130)[-1] == (1024, 1154)
-    assert chain.bands(300) == [(0, 128), (128, 256), (256, 300)]
-    cases = {f"{recipe} {mode}": (recipe, mode, 301) for recipe in RECIPES for mode in ("column", "row")}
-    whole, found = in_one(banded, cases), on_ranks(2, tmp_path, banded, cases)
-    for name, (_, mode, _) in cases.items():
-        dims = {"y": (1, 2), "dx": None} if mode == "column" else {"y": None, "dx": 1}
-        compare(name, whole[name], [one[name] for one in found], dims.__getitem__)
-
-
 def refused(group: Any, count: int, rank: int) -> dict[str, torch.Tensor]:
     """Calls that are refused, on each rank alike and before anything is changed."""
     x = numbers(0, 4, 256)
@@ -373,7 +340,7 @@ def refused(group: Any, count: int, rank: int) -> dict[str, torch.Tensor]:
     with pytest.raises(ValueError, match=r"^Linear: inp has shape \[3, 128\] .* the sequence a multiple of 2"):
         odd(x[:3, :128])
     rowwise = te.Linear(256, 256, tp_group=group, parallel_mode="row", params_dtype=BF16)
-    sentence = r"tensor parallelism with quantizers of .* DelayedScaling"
+    sentence = r"ranks that share tensors with quantizers of .* DelayedScaling"
     with pytest.raises(NotImplementedError, match=sentence), te.autocast(recipe=Float8RowwiseScaling()):
         rowwise(x[:, :128])
     for make, sentence in (
@@ -449,12 +416,43 @@ def of_program(group: Any, count: int, rank: int, program: Any, *case: Any) -> d
     return found
 
 
-def test_attention_of_some_heads_and_what_is_refused(tmp_path: Path) -> None:
-    cases = {name: (core, *case) for name, case in CORES.items()}
-    found = on_ranks(2, tmp_path, of_program, cases | {"refused": (refused,)})
-    for name, whole in in_one(of_program, cases).items():
-        dims = {"y": 2, "dq": 2, "dk": 2, "dv": 2, "sinks": 0, "scale": None, "history": None}
-        compare(name, whole, [one[name] for one in found], lambda tensor: dims[tensor.rpartition(".")[2]])  # noqa: B023
+def dims_of_banded(case: tuple[Any, ...], name: str) -> Any:
+    return {"y": (1, 2), "dx": None}[name] if case[1] == "column" else {"y": None, "dx": 1}[name]
+
+
+def dims_of_core(case: tuple[Any, ...], name: str) -> Any:
+    found = {"y": 2, "dq": 2, "dk": 2, "dv": 2, "sinks": 0, "scale": None, "history": None}
+    return found[name.rpartition(".")[2]]
+
+
+WAYS = {one: (one,) for one in ("given later", "copied", "pickled", "computed again", "microbatches")}
+BANDED = {f"{recipe} {mode}": (recipe, mode, 301) for recipe in RECIPES for mode in ("column", "row")}
+OF_TWO: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "a linear layer": (linear, dims, FAST),
+    "layers with a norm": (normed, dims_of_normed, FAST_NORMED),
+    "attention and layers": (attention, dims_of_attention, FAST_ATTENTION),
+    "other ways to run a layer": (others, lambda _, name: dims_of_attention(("", "", True, ()), name), WAYS),
+    "sums that go through the ranks in bands": (banded, dims_of_banded, BANDED),
+    "attention of some heads": (core, dims_of_core, CORES),
+}
+
+
+def test_what_two_ranks_share_and_what_is_refused(tmp_path: Path) -> None:
+    """All that two ranks do in the fast suite: starting them takes longer than most of it."""
+    given = {
+        f"{what}: {name}": (program, *case)
+        for what, (program, _, cases) in OF_TWO.items()
+        for name, case in cases.items()
+    }
+    found = on_ranks(2, tmp_path, of_program, given | {"refused": (refused,)})
+    for name, whole in in_one(of_program, given).items():
+        of_case, case = OF_TWO[name.partition(": ")[0]][1], given[name][1:]
+        compare(name, whole, [one[name] for one in found], lambda tensor: of_case(case, tensor))  # noqa: B023
+
+
+def test_the_bands_of_an_output() -> None:
+    assert chain.bands(128 * chain.BANDS + 130)[-1] == (1024, 1154)
+    assert chain.bands(300) == [(0, 128), (128, 256), (256, 300)]
 
 
 def test_ranks_may_share_a_map_on_a_cpu_alone() -> None:

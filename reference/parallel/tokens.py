@@ -1,0 +1,200 @@
+"""Layers around context-parallel attention: each rank has some tokens and all weights, with the words of one process.
+
+A rank's tokens are the two chunks of `reference.parallel.context`; they come first in a tensor, `[s / t, b, ...]`.
+
+    y, dx             of a token: its rank computes them
+    dw = gᵀ·x         K is the tokens of all ranks, in their order. Ranks gather the transposes of g and x, which are
+                      what a step saved; each multiplies some rows of dw, and they gather these
+    db, dγ, dβ        ranks gather what is summed, and each sums all of it, in the order of one process
+    scales            of a tensor's own amax: a maximum over the ranks before the cast. Delayed: histories are reduced
+                      over the group before scales are computed (`reference.state.scaling.update`). Blocks of 128 tokens
+                      lie in a chunk
+    dropout           by an element's index in the whole tensor: a chunk is a call of its own
+
+So every rank has the whole gradient of every parameter, and nobody adds them again.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from reference.ops.gemms.gemm_part import CUTS
+from reference.ops.library import twin
+from reference.parallel.chain import gathered_rows, ranks_of
+from reference.parallel.context import chunks_of, gathered
+from reference.parallel.tensor import of_whole
+from reference.recipes.block_scaling import InBlocks
+from reference.recipes.delayed_scaling import Delayed
+from reference.recipes.quantized import (
+    PER_TENSOR,
+    PLAIN,
+    Accumulation,
+    Operand,
+    Quantized,
+    as_dtype,
+    dgrad,
+    gemm,
+    per_tensor,
+    products,
+    rows_of_operand,
+)
+from reference.recipes.quantizer import ActivationPlan, Around, HighPrecision, Produced, Quantizer
+from reference.recipes.roles import Roles
+from reference.support import groups
+
+BLOCK = CUTS["blocks"]
+"""Rows of dw that stay together, and what divides a chunk's rows."""
+
+
+class Tokens(NamedTuple):
+    """Which ranks share the tokens of a layer's rows: the name of their group."""
+
+    group: str
+
+    def gathered(self, x: torch.Tensor) -> torch.Tensor:
+        """The rows of all ranks in their order, from this rank's x, whose rows are two chunks."""
+        if x.dtype.itemsize > 1:
+            return gathered(self.group, x)
+        return gathered(self.group, x.view(torch.uint8)).view(x.dtype)
+
+    def angles(self, of_all: torch.Tensor, tokens: int) -> torch.Tensor:
+        """Those of this rank's so many tokens, from the angles of all positions, or of more."""
+        chunks = of_all[: tokens * ranks_of(self.group)[1]].split(tokens // 2)
+        return torch.cat([chunks[i] for i in chunks_of(self.group)])
+
+    def columns(self, a: Operand) -> Operand:
+        """A transposed operand `[features, tokens]` with the tokens of all ranks, from this rank's."""
+        codes = self.gathered(a.codes.t()).t()
+        if a.layout == PLAIN:
+            return a._replace(codes=codes)
+        if a.layout == PER_TENSOR:  # whose scale all ranks have
+            return a._replace(codes=codes.contiguous())
+        assert a.scales is not None
+        return a._replace(codes=codes.contiguous(), scales=self.gathered(a.scales))
+
+    def wgrad(
+        self, g: Operand, x: Operand, out_dtype: torch.dtype, how: Accumulation, main_grad: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """`reference.recipes.quantized.wgrad` of the tokens of all ranks."""
+        g, x = self.columns(g), self.columns(x)
+        (rank, count), rows = ranks_of(self.group), len(g.codes)
+        each = BLOCK * -(-rows // (BLOCK * count))  # rows of dw that a rank multiplies
+        first, end = min(rank * each, rows), min((rank + 1) * each, rows)
+        dtype = out_dtype if main_grad is None else main_grad.dtype
+        part = torch.zeros((each, len(x.codes)), dtype=dtype, device=x.codes.device)
+        if end > first:
+            some = rows_of_operand(g, first, end)
+            some = some._replace(codes=some.codes.contiguous())
+            if main_grad is None:
+                part[: end - first] = gemm(some, x, None, out_dtype, how.wgrad)
+            else:
+                part[: end - first] = main_grad[first:end]
+                products(some, x).add(some, x, part[: end - first])
+        found = gathered_rows(self.group, part)[:rows]
+        if main_grad is None:
+            return found
+        main_grad.copy_(found)
+        return None
+
+    def places(self, state: torch.Tensor, elements: int) -> list[torch.Tensor]:
+        """A random state for each chunk of this rank's tensor of so many elements: with the index of its first."""
+        return [
+            torch.cat([state[:2], torch.tensor([chunk * (elements // 2)], dtype=torch.int64, device=state.device)])
+            for chunk in chunks_of(self.group)
+        ]
+
+    def dropped(
+        self, x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, p: float, state: torch.Tensor
+    ) -> torch.Tensor:
+        """`twin::bias_dropout_add` of x `[tokens, hidden]`, with the masks of its places; the state is advanced."""
+        others = (None, None) if residual is None else residual.chunk(2)
+        chunks = zip(x.chunk(2), others, self.places(state, x.numel()), strict=True)
+        found = torch.cat([twin.bias_dropout_add(one, bias, other, p, place) for one, other, place in chunks])
+        state[1] += 1
+        return found
+
+    def dropped_backward(self, grad: torch.Tensor, p: float, state: torch.Tensor) -> torch.Tensor:
+        """`twin::dropout_backward` of it; the state from before."""
+        chunks = zip(grad.chunk(2), self.places(state, grad.numel()), strict=True)
+        return torch.cat([twin.dropout_backward(one, p, place, None) for one, place in chunks])
+
+
+def quantizers_of_tokens(roles: Roles, quantizers: dict[str, Quantizer]) -> dict[str, Quantizer]:
+    """A recipe's quantizers, as they are where ranks share the tokens of linear maps."""
+    for one in roles.gemms:
+        if one.tokens is not None:
+            group = one.tokens.group
+            quantizers[one.input.name] = of_whole(quantizers[one.input.name], group)
+            quantizers[one.grad.name] = GradOfTokens(of_whole(quantizers[one.grad.name], group), one.tokens)
+    return quantizers
+
+
+class GradOfTokens(Around):
+    """The gradient of a linear map's output on a rank that has some tokens: its column sums are those of all tokens."""
+
+    def __init__(self, inner: Quantizer, tokens: Tokens) -> None:
+        self.inner, self.tokens = inner, tokens
+        self.dtype, self.dtype_t, self.fp8 = inner.dtype, inner.dtype_t, inner.fp8
+        self.key = ("of tokens", inner.key, tokens)
+
+    def quantize(self, x: torch.Tensor, transpose: bool) -> Quantized:
+        return self.inner.quantize(x, transpose)
+
+    def grad(self, g: torch.Tensor, transpose: bool, dbias: bool) -> Produced:
+        if isinstance(self.inner, HighPrecision):
+            g = as_dtype(g, self.inner.dtype)
+        return self.inner.grad(g, transpose, False)[0], twin.dbias(self.tokens.gathered(g)) if dbias else None
+
+    def activation_grad(
+        self, g: Quantized, w: Operand, h: torch.Tensor, plan: ActivationPlan, transpose: bool, dbias: bool
+    ) -> Produced:
+        dy = dgrad(g, w, plan.dtype, plan.how)
+        if not (isinstance(self.inner, Delayed) and g.row.layout == w.layout == PER_TENSOR):
+            return self.grad(twin.activation_backward(dy, h, plan.kind), transpose, dbias)
+        # dh is cast, and summed, from fp32.
+        rest: Any = (plan.kind, *self.inner._state())
+        q, q_t, scale_inv, db = twin.activation_backward_cast_transpose_dbias(dy, h, *rest)
+        if dbias:
+            whole = (self.tokens.gathered(dy), self.tokens.gathered(h))
+            *_, db = twin.activation_backward_cast_transpose_dbias(*whole, *rest)
+        return per_tensor(q, q_t if transpose else None, scale_inv), db if dbias else None
+
+
+def can_be_gathered(quantizer: Quantizer) -> bool:
+    """Whether ranks can put the tokens of an input, or of a gradient, together: it has no square blocks."""
+    inner = quantizer.inner if isinstance(quantizer, Around) else quantizer
+    return not (isinstance(inner, InBlocks) and inner.square)
+
+
+def share_tokens(model: torch.nn.Module, group: Any) -> None:
+    """Let the ranks of a group have some of the tokens each, in every layer of a model: context parallelism.
+
+    Attention's layers get the group as by `set_context_parallel_group`, with "all_gather"; linear layers, norms and
+    `Embedding` sum their gradients over the tokens of all ranks. Every rank then has the gradients of one process.
+    A rank's tensors are `[sequence / ranks, ...]`: `te.parallel.tokens_of_rank` says which tokens.
+
+    Args:
+        model: its layers of other libraries are left as they are: their gradients are those of a rank's tokens.
+        group: a process group; None, or one of one rank, ends it.
+
+    Raises:
+        NotImplementedError: a layer that cannot share its tokens; the layers before it have the group.
+    """
+    of_model: Any = model.modules()
+    for module in of_model:
+        if hasattr(module, "set_context_parallel_group"):
+            module.set_context_parallel_group(group, None, None, "all_gather")
+        elif hasattr(module, "take_tokens"):
+            module.take_tokens(group)
+
+
+def tokens_of_rank(x: torch.Tensor, group: Any) -> torch.Tensor:
+    """This rank's tokens of a whole sequence x `[s, ...]`, in the order in which its layers take them.
+
+    Transformer Engine's and Megatron-LM's: of 2·t chunks those with the numbers r and 2·t - 1 - r.
+    """
+    if group is None or dist.get_world_size(group) == 1:
+        return x
+    chunks = x.chunk(2 * dist.get_world_size(group))
+    return torch.cat([chunks[i] for i in chunks_of(groups.name_of(group))])
