@@ -15,12 +15,12 @@ A rank has the codes of its rows, and the scales of the whole weight, which are 
                   one more number of the square, in a row that another rank has
     read          the numbers of one's rows
 
-So a write is a collective: all ranks write the same weights in the same order, as optimizers do, those without rows, too.
-Weights that are written together share one exchange of amaxes, 4 bytes a scale.
+So a write is a collective: all ranks write the same weights in the same order, as optimizers do, also those without
+rows. Weights that are written together share one exchange of amaxes, 4 bytes a scale.
 
 Transposed codes are made on each rank from the gathered ones; FSDP2 frees them with these.
 
-Source: FSDP2's extensions `fsdp_pre_all_gather` and `fsdp_post_all_gather`, which Transformer Engine's tensors have, too.
+Source: FSDP2's extensions `fsdp_pre_all_gather` and `fsdp_post_all_gather`, which Transformer Engine's tensors have too.
 """
 
 import sys
@@ -34,15 +34,16 @@ import torch.distributed as dist
 from reference.float8.float8_storage import Kept
 from reference.float8.float8_tensor import dequantized
 from reference.float8.kept_tensor import KeptTensor, wrapped
-from reference.float8.quantized_tensor import QuantizedTensor, View, wrapper
+from reference.float8.quantized_tensor import QuantizedTensor, View
 from reference.numbers.formats import WIDE_DTYPES
 from reference.ops.casts.cast_blocks import BLOCK
 from reference.ops.library import twin
-from reference.recipes.block_scaling import SQUARES
+from reference.recipes.block_scaling import SQUARES, InBlocks
 from reference.recipes.current_scaling import Current
 from reference.recipes.quantized import PER_TENSOR, Operand, dequantize
 from reference.state.scaling import FP8TensorMeta
 from reference.support import groups
+from reference.support.dtensor import shard
 
 
 @dataclass
@@ -52,7 +53,7 @@ class Place:
     Attributes:
         whole: its shape.
         rows: of a shard; the last ranks may have fewer.
-        group: the ranks' group by name; None until FSDP2 or a layer says it.
+        group: the ranks' group by name; None until FSDP2, a layer or an optimizer says it.
         rank: in that group.
         turned: the transposed codes of the gathered weight, whose memory FSDP2 frees; at most one.
         drawn: the whole weight's initial values, if they were preserved.
@@ -93,7 +94,9 @@ class ShardedWeight(KeptTensor):
     def on(self, device: torch.device) -> "ShardedWeight":
         """The same state on another device; zeros where it comes from the meta device."""
         kept = replace(self._kept, codes=self._room).moved(device)
-        return ShardedWeight.of_room(kept.codes, len(self), replace(kept, scales=self._kept.scales), self.dtype, self._place)
+        return ShardedWeight.of_room(
+            kept.codes, len(self), replace(kept, scales=self._kept.scales), self.dtype, self._place
+        )
 
     def in_dtype(self, dtype: torch.dtype) -> "ShardedWeight":
         """The same memory, standing for numbers of another dtype."""
@@ -106,7 +109,7 @@ class ShardedWeight(KeptTensor):
         kept = replace(self._kept, scale_inv=scale_inv.to(self.device).clone())
         return ShardedWeight.of_room(room, len(self), kept, self.dtype, self._place)
 
-    def take(self, whole: KeptTensor) -> None:
+    def take_rows(self, whole: KeptTensor) -> None:
         """Take this rank's rows of a weight that every rank has; nothing is sent."""
         self._kept.count_write()
         self._kept.codes.copy_(whole.codes[self.first : self.first + len(self)])
@@ -116,7 +119,12 @@ class ShardedWeight(KeptTensor):
         kept, dtype = self._kept, dtype or self.dtype
         if kept.layout == PER_TENSOR:
             return dequantized(kept.codes, kept.scale_inv, dtype)
-        if not len(self):
+        own = min(len(self), self._place.whole[0] - self.first)
+        if own < len(self):  # FSDP2 looks at whole shards, of which the last ranks' have rows of nobody
+            found = torch.zeros(self.shape, dtype=dtype, device=self.device)
+            found[:own] = self[:own].numbers(dtype)  # type: ignore[attr-defined]
+            return found
+        if not own:
             return torch.empty(self.shape, dtype=dtype, device=self.device)
         top, blocks = self._squares()
         codes = self._in_squares(kept.codes.view(torch.uint8)).view(kept.codes.dtype)
@@ -171,8 +179,8 @@ class ShardedWeight(KeptTensor):
     def _group(self) -> str:
         if self._place.group is None:
             raise RuntimeError(
-                "a weight kept in FP8 that fully_shard has sharded is written before its ranks are known; a write "
-                "after the first forward, reset_parameters or load_state_dict is accepted."
+                "a weight kept in FP8 that fully_shard has sharded is written before its ranks are known; a write by "
+                "an optimizer, reset_parameters or load_state_dict is accepted, or any after a forward."
             )
         return self._place.group
 
@@ -252,12 +260,23 @@ class ShardedWeight(KeptTensor):
             ):
                 kept.codes.copy_(codes)
                 kept.scale_inv.copy_(source.scale_inv)
+                if isinstance(values, View) and target._place.group is None:  # `fully_shard` cuts the whole
+                    rows = (codes.storage_offset() - source.codes.storage_offset()) // codes.shape[1]
+                    target._place.rank = rows // target._place.rows
                 continue
             values = values.numbers() if isinstance(values, QuantizedTensor) else values.detach()
             dtype = values.dtype if values.dtype in WIDE_DTYPES else target.dtype
             cast.append((target, values.to(target.device, dtype).expand(target.shape).contiguous()))
         if cast:
             _cast(cast)
+
+
+def rows_of(p: Any) -> torch.Tensor:
+    """`shard(p)`; rows that are kept in FP8 learn which ranks have the others."""
+    local = shard(p)
+    if isinstance(local, ShardedWeight) and local is not p:
+        local.place_on(p.device_mesh)
+    return local
 
 
 def _codes_of(values: Any) -> tuple[torch.Tensor | None, Any]:
@@ -337,9 +356,10 @@ def _write_squares(target: ShardedWeight, values: torch.Tensor, amax: torch.Tens
             free = first if first < top else stop - 1
             if free < top or free >= top + len(values):
                 whole[free, ::BLOCK] = amaxes.to(whole.dtype)
-        (codes, scale_inv, *_), _ = by.quantize(whole, False)  # type: ignore[union-attr]
+        assert isinstance(by, InBlocks)
+        (codes, scale_inv, *_), _ = by.quantize(whole, False)
         kept.codes.copy_(codes[top : top + len(values)])
-        kept.scale_inv[blocks] = scale_inv
+        kept.scale_inv[blocks].copy_(scale_inv)  # type: ignore[arg-type]
     return [kept.scale_inv]
 
 
@@ -360,9 +380,8 @@ def room_of(weight: KeptTensor, size: Any) -> ShardedWeight | None:
             f"layer's weight; a weight of quantized_model_init with Shard(0) is accepted."
         )
     kept = weight._kept
-    if kept.layout not in (PER_TENSOR, SQUARES) or not isinstance(kept.scales, FP8TensorMeta) and not (
-        type(kept.scales) is Current or kept.layout == SQUARES
-    ):
+    by = kept.scales
+    if not (isinstance(by, FP8TensorMeta) or type(by) is Current or (type(by) is InBlocks and by.layout == SQUARES)):
         raise NotImplementedError(
             f"fully_shard: a weight whose layout is {kept.layout!r} is not offered; those of DelayedScaling, "
             f"Float8CurrentScaling and Float8BlockScaling are accepted."

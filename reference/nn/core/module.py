@@ -113,7 +113,7 @@ class TransformerEngineBaseModule(TensorParallel, OfModule, DelayedGradients, De
             rows.place_on(weight.device_mesh)  # type: ignore[attr-defined]
             values = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
             init_method(values)
-            rows.take(KeptTensor.of(values, self.scales_of(name), self.fp8_weights[name]))
+            rows.take_rows(KeptTensor.of(values, self.scales_of(name), self.fp8_weights[name]))
             rows._place.drawn = values.to("cpu", copy=True) if self.quantized_init.preserve else None
             return
         else:

@@ -215,7 +215,7 @@ class Checkpointed(WithFP8State):
                             f"checkpoint: {prefix}{name} has scales {list(scale_inv.shape)} of another recipe than the "
                             f"layer's, and is a DTensor; those of the same recipe are accepted."
                         )
-                    rows.place_on(weight.device_mesh)
+                    rows.place_on(weight.device_mesh)  # type: ignore[attr-defined]
                     with torch.no_grad():
                         state_dict[prefix + name] = like(weight, rows.of_shard(value.to_local(), scale_inv))
                     continue
@@ -235,8 +235,8 @@ class Checkpointed(WithFP8State):
 
 def _scale_inv(module: Checkpointed, name: str) -> torch.nn.Parameter:
     """The scale_inv of a weight that is kept in FP8. transformers asks for it by name, as for every other parameter."""
-    weight = module._parameters.get(name)
-    if not isinstance(weight, KeptTensor):
+    weight = kept_in(module._parameters.get(name))
+    if weight is None:
         raise AttributeError(f"{type(module).__name__}: {name} is not kept in FP8 and has no scale_inv.")
     found = torch.nn.Parameter(weight._scale_inv, requires_grad=False)
     # Whether transformers shall not count it among the missing: it is there, or will be drawn with its weight.
