@@ -20,7 +20,7 @@ rows. Weights that are written together share one exchange of amaxes, 4 bytes a 
 
 Transposed codes are made on each rank from the gathered ones; FSDP2 frees them with these.
 
-Source: FSDP2's extensions `fsdp_pre_all_gather` and `fsdp_post_all_gather`, which Transformer Engine's tensors have too.
+Source: FSDP2's extensions `fsdp_pre_all_gather` and `fsdp_post_all_gather`, as Transformer Engine's tensors have them.
 """
 
 import sys
