@@ -14,6 +14,7 @@ import reference.ops
 from reference import optimizers, parallel, quantization, random, recipe
 from reference.conversion import convert
 from reference.float8 import float8_part as _float8_part  # noqa: F401 (it gives Float8Tensor its parts)
+from reference.float8 import float8_shard as _float8_shard  # noqa: F401 (and kept weights their rows under FSDP2)
 from reference.float8.float8_blockwise_tensor import Float8BlockwiseQTensor
 from reference.float8.float8_quantizer import DType, Float8CurrentScalingQuantizer, Float8Quantizer, Quantizer
 from reference.float8.float8_tensor import Float8Tensor

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from optimized.commands.errors import CommandError
+from reference.parallel import ending
 from reference.support import files
 
 T = TypeVar("T")
@@ -69,11 +70,17 @@ class Ranks:
         """Say in a sentence that another rank is gone; `kept()` follows it."""
         try:
             yield
-        except RuntimeError as error:  # of gloo no other type tells
-            if self.count == 1 or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
+        except Exception as error:
+            if self.count > 1 and not ending.of_collective(error) and not isinstance(error, Everywhere):
+                ending.told(error)  # the others are in a collective, and will ask
+            if self.count == 1 or not ending.of_collective(error):
                 raise
             what = f"another rank has ended, or has said nothing for {LIMIT.total_seconds():g} s: this one ends, too."
-            raise CommandError(f"rank {self.rank}: {what} {kept()}".rstrip()) from error
+            said = ending.found(self.rank, self.count)
+            which = "".join(f" Rank {one}: {sentence}" for one, sentence in said.reasons.items())
+            if said.missing:
+                which += f" Without a word: rank {', '.join(map(str, said.missing))}."
+            raise CommandError(f"rank {self.rank}: {what}{which} {kept()}".rstrip()) from error
 
 
 def shared_by(args: argparse.Namespace) -> list[str]:

@@ -33,6 +33,7 @@ from optimized.cuda import device
 from optimized.training import checkpoint, corpus
 from optimized.training.diagnosis import first_unfinite, unfinite
 from optimized.training.metrics import Metrics
+from optimized.training.rank_digests import RankDigests
 from optimized.training.settings import RECIPES, SIZES, Settings
 from optimized.training.trainer import Trainer
 from reference.support import files
@@ -82,6 +83,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         parser.add_argument(option, type=positive, default=default, metavar="N", help=f"{what} ({default})")
     parser.add_argument("--verify", type=positive, metavar="N", help="print a SHA-256 of all state every N steps")
+    parser.add_argument(
+        "--compare-every", type=positive, metavar="N", help="compare all steps between ranks every N, and name the rank"
+    )
     parser.add_argument("--record", type=positive, metavar="STEP", help="record this step for `twin replay`")
     parser.add_argument("--sample", type=positive, metavar="N", help="at the end, let the model write N bytes")
     parser.add_argument("--prompt", help=f"the text that the model continues (default: {PROMPT!r})")
@@ -113,6 +117,15 @@ def _check(args: argparse.Namespace, trainer: Trainer) -> None:
         raise CommandError(
             f"--record {args.record}: the steps to come are {trainer.step + 1} to {trainer.settings.steps}; one of "
             f"them is accepted."
+        )
+    if args.compare_every is not None and set(ranks.shared_by(args)) - {"--data-parallel", "--fsdp"}:
+        raise CommandError(
+            "--compare-every: ranks that share weights or sequences have other digests; --data-parallel or --fsdp "
+            "alone is accepted with it."
+        )
+    if args.compare_every is not None and not args.data_parallel:
+        raise CommandError(
+            "--compare-every: one process has no other to compare with; --data-parallel or --fsdp is accepted with it."
         )
     if args.sample is not None and ranks.divided(args):
         raise CommandError(
@@ -235,6 +248,7 @@ class _Run:
             bar.console.print(self.metrics.removed, markup=False, highlight=False, soft_wrap=True)
         self.pending: list[tuple[int, torch.Tensor, torch.Tensor | None]] = []
         self.task = bar.add_task("training", total=trainer.settings.steps, completed=trainer.step, numbers="")
+        self.digests = RankDigests(trainer) if args.compare_every else None
         self.since = time.perf_counter()
         self.saved: int | None = trainer.step if (args.output / CHECKPOINT).exists() else None
 
@@ -250,6 +264,13 @@ class _Run:
             losses = trainer.train(capture=number != args.record)
         self.pending.append((number, losses, trainer.norm))
         last = number == trainer.settings.steps
+        if self.digests is not None:
+            self.digests.add()
+            # A checkpoint is written of steps that were compared.
+            if last or number % args.compare_every == 0 or number % args.save == 0:
+                parted = self.digests.compared(self.me.gather)
+                if parted is not None:
+                    raise ranks.Everywhere(f"--compare-every: {parted}: the run stops. {self.kept()}")
         due = {name: last or number % getattr(args, name) == 0 for name in ("log", "evaluate", "save")}
         verify = args.verify is not None and (last or number % args.verify == 0)
         if verify or any(due.values()):

@@ -274,7 +274,13 @@ def check_weight(name: str, value: Any, scale_inv: Any, parameter: torch.Tensor,
         bad = scales[~(scales.isfinite() & (scales > 0))]
         if len(bad):
             raise ValueError(f"checkpoint: {beside}={bad[0].item()}; a finite number > 0 is accepted.")
-        numbers = dequantize(Operand(numbers, scale_inv, layout), numbers.shape[-1], torch.float32)
+        # A rank's rows have the scales of the whole weight, which are finite, as every number of a code is.
+        rows = numbers is not value
+        numbers = (
+            numbers.float()
+            if rows
+            else dequantize(Operand(numbers, scale_inv, layout), numbers.shape[-1], torch.float32)
+        )
     elif not value.is_floating_point():
         raise ValueError(f"checkpoint: {name} is {value.dtype}; a floating-point tensor is accepted.")
     elif assign and value.dtype not in WIDE_DTYPES:

@@ -30,7 +30,7 @@ Source: Transformer Engine's `pytorch/quantized_tensor.py`.
 """
 
 import copy
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -44,6 +44,7 @@ from reference.ops.library import LIBRARY, twin
 from reference.recipes.quantized import PER_TENSOR, Operand, Quantized, dequantize
 from reference.recipes.quantizer import Quantizer as OfRecipe
 from reference.state.scaling import FP8TensorMeta
+from reference.support.dtensor import is_dtensor
 
 # A compiled layer reads a weight through this op: with the inner tensors its graph would have no gradient for it.
 LIBRARY.define("float8_operand(Tensor weight, bool transpose) -> Tensor[]")
@@ -58,6 +59,7 @@ class KeptTensor(QuantizedTensor):
     classes: ClassVar[dict[str, Any]] = {}
     """Layout → the class of tensors that have it."""
 
+    _room_of: ClassVar[Callable[..., Any]]  # `reference.float8.float8_shard` sets it
     _kept: Kept
     _high_precision_init_val: torch.Tensor | None
 
@@ -219,6 +221,10 @@ class KeptTensor(QuantizedTensor):
     def _reshaped(self, shape: torch.Size) -> "KeptTensor | None":
         return self._shared() if shape == self.shape else None
 
+    def _zeros(self, size: Sequence[int]) -> "KeptTensor | None":
+        found: KeptTensor | None = self._room_of(self, size)
+        return found
+
     def _copied(self, device: torch.device) -> "KeptTensor":
         """A copy on `device` with state of its own."""
         kept = self._kept.moved(device, copied=True)
@@ -336,6 +342,12 @@ def wrapped(kept: Kept, dtype: torch.dtype, shape: torch.Size | None = None, cls
     made = wrapper(cls, kept.codes, kept.codes.shape if shape is None else shape, dtype, kept.codes.device)
     made._kept = kept
     return made
+
+
+def kept_in(parameter: Any) -> Any:
+    """The tensor kept in FP8 that a parameter is, or of which it has this rank's rows as a DTensor; else None."""
+    found = parameter._local_tensor if is_dtensor(parameter) else parameter
+    return found if isinstance(found, KeptTensor) else None
 
 
 def checked_codes(cls: str, name: str, data: Any, te_dtype: DType, shape: torch.Size) -> torch.Tensor:

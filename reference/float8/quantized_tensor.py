@@ -81,6 +81,14 @@ class QuantizedTensor(torch.Tensor):
         """Parts of the same memory, as `make` cuts them out of a plain tensor, if they can be had."""
         return None
 
+    def _zeros(self, size: Sequence[int]) -> "QuantizedTensor | None":
+        """Zeros of the same kind, where `fully_shard` asks for a place for a rank's rows."""
+        return None
+
+    def _is_itself(self, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> bool:
+        """Whether `as_strided` of these arguments is the whole tensor."""
+        return not isinstance(self, View) and (tuple(size), tuple(stride)) == (self.shape, self.stride()) and not offset
+
     def _copied(self, device: torch.device) -> "QuantizedTensor | None":
         """A copy of the same kind, if there is one."""
         return None
@@ -99,7 +107,11 @@ class QuantizedTensor(torch.Tensor):
             return x
         if func is torch.ops.twin.float8_operand.default:
             return x._operand(args[1])
-        if func in _COPIES and isinstance(x, QuantizedTensor) and kwargs.get("dtype") in (None, x.dtype):
+        if func is aten.new_zeros.default and isinstance(x, QuantizedTensor):
+            found = x._zeros(args[1])
+        elif func is aten.as_strided.default and isinstance(x, QuantizedTensor) and x._is_itself(*args[1:]):
+            found = x._shared()
+        elif func in _COPIES and isinstance(x, QuantizedTensor) and kwargs.get("dtype") in (None, x.dtype):
             found = x._copied(kwargs.get("device") or x.device)
         elif func is aten.view.default and isinstance(x, QuantizedTensor):
             found = x._reshaped(torch.empty(x.shape, dtype=torch.uint8, device="meta").view(args[1]).shape)

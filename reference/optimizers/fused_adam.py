@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from reference.arguments import check_arguments
+from reference.float8.float8_shard import rows_of
 from reference.float8.kept_tensor import KeptTensor
 from reference.float8.quantized_tensor import write
 from reference.nn.core.attributes import OfAdam
@@ -172,7 +173,7 @@ class FusedAdam(OfAdam, torch.optim.Optimizer):
 
         `store_param_remainders`: as the optimizer was made, which None stands for.
         """
-        local = shard(param)
+        local = rows_of(param)
         own = self.layout.parts(local).get(MASTER) == torch.int16
         if store_param_remainders not in (None, own):
             raise ValueError(
@@ -195,7 +196,7 @@ class FusedAdam(OfAdam, torch.optim.Optimizer):
     @torch.no_grad()
     def set_scaled_state(self, param: torch.Tensor, state_name: str, unscaled_state: torch.Tensor) -> None:
         """Write fp32 numbers (remainders: int16) into a part of a parameter's state, which is created if missing."""
-        local = shard(param)
+        local = rows_of(param)
         state = self.state.get(param) or adam_layout.made(self.layout, param, local)
         _check_name(state_name, state)
         dtype = torch.int16 if state[state_name].dtype == torch.int16 else torch.float32

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from reference.arguments import is_real
+from reference.float8.float8_shard import rows_of
 from reference.float8.kept_tensor import KeptTensor
 from reference.numbers import formats
 from reference.ops.library import no_implementation
@@ -72,7 +73,7 @@ def unwrapped(who: str, where: Where, p: Any, grad: Any) -> tuple[torch.Tensor, 
             f"{who}: {named(where)} is {placement(p)} and its gradient {placement(grad)}; the same mesh and placements "
             f"are accepted."
         )
-    local, local_grad = shard(p), shard(grad)
+    local, local_grad = rows_of(p), shard(grad)
     for name, x in ((named(where), local), (f"the gradient of {named(where)}", local_grad)):
         plain = type(x) in PLAIN or type(x).__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
         if not plain and not (isinstance(x, KeptTensor) and x is local):

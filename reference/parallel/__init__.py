@@ -10,12 +10,22 @@
     styles.py           styles for PyTorch's parallelize_module
     vocabulary.py       embedding and cross-entropy of a vocabulary that they share
     tensor_state.py     one process's state, cut for ranks and joined
+    ending.py           ranks that end together, and say why
 
 docs/numerics.md says what is computed, in its sections on what ranks share.
 """
 
+from reference.parallel.ending import RanksEnded, ending_together
 from reference.parallel.fully_sharded import tree_reduce_scatter
 from reference.parallel.gradient_order import GradientOrder, tree_hook
 from reference.parallel.tokens import share_tokens, tokens_of_rank
 
-__all__ = ["GradientOrder", "share_tokens", "tokens_of_rank", "tree_hook", "tree_reduce_scatter"]
+__all__ = [
+    "GradientOrder",
+    "RanksEnded",
+    "ending_together",
+    "share_tokens",
+    "tokens_of_rank",
+    "tree_hook",
+    "tree_reduce_scatter",
+]

@@ -102,7 +102,10 @@ METHODS: dict[str, dict[str, str]] = {
         "its memory is free when nobody holds it": "clear",
         "te.Float8Tensor has it, a view and a weight in blocks have not": "get_metadata make_like to_dtype",
     },
-    "Float8Tensor": {"weights kept in FP8 are not sharded": "fsdp_pre_all_gather fsdp_post_all_gather"},
+    "Float8Tensor": {
+        "`fully_shard` makes a rank's rows of a weight, a DTensor's, which have it": "fsdp_pre_all_gather "
+        "fsdp_post_all_gather"
+    },
 }
 REASONS = {
     package: {name: reason for reason, names in groups.items() for name in names.split()}

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from reference.float8.kept_tensor import KeptTensor
+from reference.float8.kept_tensor import KeptTensor, kept_in
 from reference.memory import recompute
 from reference.nn.core.parameters import parameter_device
 from reference.recipe import DelayedScaling, Recipe
@@ -17,6 +17,7 @@ from reference.state import model_init, scaling
 from reference.state.autocast import AutocastState
 from reference.state.scaling import KEYS, FP8TensorMeta
 from reference.state.weight_store import WeightStore
+from reference.support.dtensor import is_dtensor, like
 
 
 class WithFP8State(torch.nn.Module):
@@ -101,8 +102,9 @@ class WithFP8State(torch.nn.Module):
                 weight.bind(keeper)
 
     def _fp8_parameters(self) -> dict[str, KeptTensor]:
-        parameters: dict[str, Any] = self._parameters
-        return {name: weight for name, weight in parameters.items() if isinstance(weight, KeptTensor)}
+        """Those kept in FP8, and of those that `fully_shard` has sharded this rank's rows."""
+        found = {name: kept_in(p) for name, p in self._parameters.items()}
+        return {name: weight for name, weight in found.items() if weight is not None}
 
     def runs_in(self, recipe: Recipe) -> bool:
         """Whether FP8 autocast with that recipe means this layer."""
@@ -145,12 +147,15 @@ class WithFP8State(torch.nn.Module):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Move FP8 state with the module, by device only, and drop cached weights."""
-        fp8: dict[str, Any] = self._fp8_parameters()
+        fp8: dict[str, Any] = {name: self._parameters[name] for name in self._fp8_parameters()}
         self._parameters.update(dict.fromkeys(fp8))
         super()._apply(fn, recurse)
         self._parameters.update(fp8)
-        for weight in self._fp8_parameters().values():
-            weight.follow(fn)
+        for name, weight in fp8.items():
+            if is_dtensor(weight):
+                self._parameters[name] = _rows_followed(weight, fn)
+            else:
+                weight.follow(fn)
         for key in KEYS:
             if key in self.fp8_meta:
                 self.fp8_meta[key].apply(fn)
@@ -200,6 +205,17 @@ class WithFP8State(torch.nn.Module):
                     f"{type(self).__name__}: {name}={getattr(self, name)} {where}; a multiple of 16 is "
                     f"accepted (rows of FP8 operands start at multiples of 16 bytes)."
                 )
+
+
+def _rows_followed(p: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> torch.nn.Parameter:
+    """A DTensor of rows that are kept in FP8, with the device and dtype of `nn.Module._apply`'s function."""
+    rows = p._local_tensor
+    found = fn(torch.empty(1, dtype=rows.dtype, device=rows.device))
+    if (found.device, found.dtype) == (rows.device, rows.dtype):
+        return p  # type: ignore[no-any-return]
+    with torch.no_grad():
+        moved = like(p, rows.on(found.device).in_dtype(found.dtype))
+    return torch.nn.Parameter(moved, p.requires_grad)
 
 
 def _settings(recipe: Recipe) -> tuple[int, float, float] | None:

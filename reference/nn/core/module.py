@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from reference.float8.kept_tensor import KeptTensor
+from reference.float8.kept_tensor import KeptTensor, kept_in
 from reference.memory import recompute
 from reference.nn.core.attributes import OfModule
 from reference.nn.core.context import ModuleContext, Precision
@@ -110,11 +110,18 @@ class TransformerEngineBaseModule(TensorParallel, OfModule, DelayedGradients, De
             values = weight.numbers()
             init_method(values)
             weight.quantize_(values)
+        elif (rows := kept_in(weight)) is not None:  # every rank draws and casts the whole, and keeps its rows
+            rows.place_on(weight.device_mesh)  # type: ignore[attr-defined]
+            values = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+            init_method(values)
+            rows.take_rows(KeptTensor.of(values, self.scales_of(name), self.fp8_weights[name]))
+            rows._place.drawn = values.to("cpu", copy=True) if self.quantized_init.preserve else None
+            return
         else:
             if is_dtensor(weight):
                 raise NotImplementedError(
-                    f"{type(self).__name__}: {name} is a DTensor (fully_shard) in a layer that was made in "
-                    f"quantized_model_init; a layer that was made outside of it is accepted."
+                    f"{type(self).__name__}: {name} is a DTensor of numbers in a layer that was made in "
+                    f"quantized_model_init; fully_shard of weights in FP8 is accepted."
                 )
             self._check_fp8_sizes("in quantized_model_init")
             init_method(weight)

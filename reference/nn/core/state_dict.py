@@ -8,11 +8,12 @@ import torch
 
 from reference.checkpoints import checkpoint_format, transformer_engine_state
 from reference.float8.float8_storage import layout_of
-from reference.float8.kept_tensor import FP8, KeptTensor
+from reference.float8.kept_tensor import FP8, KeptTensor, kept_in
 from reference.nn.core.fp8_state import WithFP8State
 from reference.recipe import DelayedScaling
 from reference.recipes.quantized import Operand, dequantize
 from reference.state.scaling import KEYS, FP8TensorMeta, columns_of, regrouped
+from reference.support.dtensor import is_dtensor, like
 from reference.support.notice import say_once
 
 
@@ -100,11 +101,13 @@ class Checkpointed(WithFP8State):
             state = regrouped(self.fp8_meta, self.roles.slots) if "scaling_fwd" in self.fp8_meta else self.fp8_meta
             destination[prefix + checkpoint_format.STATE] = transformer_engine_state.write(state, self.roles.slots)
         for name, weight in self._fp8_parameters().items():
+            of = self._parameters[name]
             if theirs:
-                destination[prefix + name] = weight.numbers()
+                destination[prefix + name] = like(of, weight.numbers())
             elif not keep_vars:
                 kept = weight._kept
-                destination[prefix + name], destination[f"{prefix}{name}_scale_inv"] = kept.codes, kept.scale_inv
+                codes = like(of, kept.codes)
+                destination[prefix + name], destination[f"{prefix}{name}_scale_inv"] = codes, kept.scale_inv
 
     def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
         """Take what Hugging Face's `from_pretrained` sets for a weight that is kept in FP8: its codes and scale_inv.
@@ -206,6 +209,16 @@ class Checkpointed(WithFP8State):
                 scale_inv, dtype = state_dict.pop(f"{prefix}{name}_scale_inv"), weight.dtype
                 layout = checkpoint_format.layout_beside(scale_inv, value.shape)
                 assert layout is not None  # it was checked
+                if (rows := kept_in(weight) if is_dtensor(value) else None) is not None:
+                    if layout != layout_of(scales):
+                        raise NotImplementedError(
+                            f"checkpoint: {prefix}{name} has scales {list(scale_inv.shape)} of another recipe than the "
+                            f"layer's, and is a DTensor; those of the same recipe are accepted."
+                        )
+                    rows.place_on(weight.device_mesh)  # type: ignore[attr-defined]
+                    with torch.no_grad():
+                        state_dict[prefix + name] = like(weight, rows.of_shard(value.to_local(), scale_inv))
+                    continue
                 if scales is not None and layout == layout_of(scales):
                     state_dict[prefix + name] = KeptTensor.of_codes(value, scale_inv, dtype, scales, column)
                     continue
@@ -222,8 +235,8 @@ class Checkpointed(WithFP8State):
 
 def _scale_inv(module: Checkpointed, name: str) -> torch.nn.Parameter:
     """The scale_inv of a weight that is kept in FP8. transformers asks for it by name, as for every other parameter."""
-    weight = module._parameters.get(name)
-    if not isinstance(weight, KeptTensor):
+    weight = kept_in(module._parameters.get(name))
+    if weight is None:
         raise AttributeError(f"{type(module).__name__}: {name} is not kept in FP8 and has no scale_inv.")
     found = torch.nn.Parameter(weight._scale_inv, requires_grad=False)
     # Whether transformers shall not count it among the missing: it is there, or will be drawn with its weight.

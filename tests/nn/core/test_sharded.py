@@ -110,13 +110,12 @@ def layers_from_meta(mesh: Any, folder: Path) -> None:
 
 
 @case
-def weights_kept_in_fp8_are_refused(mesh: Any, folder: Path) -> None:
+def numbers_in_place_of_weights_kept_in_fp8_are_refused(mesh: Any, folder: Path) -> None:
     with te.quantized_model_init():
-        sharded = te.Linear(32, 48, params_dtype=BF16, device="meta")
-    fully_shard(sharded, mesh=mesh)
-    sharded.to_empty(device="cpu")
-    with pytest.raises(NotImplementedError, match=r"weight is a DTensor \(fully_shard\) in a layer that was made in"):
-        sharded.reset_parameters()
+        layer = te.Linear(32, 48, params_dtype=BF16, device="cpu")
+    layer.weight = torch.nn.Parameter(placed(torch.zeros(48, 32, dtype=BF16), mesh, Shard(0)))
+    with pytest.raises(NotImplementedError, match=r"weight is a DTensor of numbers in a layer that was made in"):
+        layer.reset_parameters()
 
 
 @case

@@ -1,0 +1,191 @@
+"""FSDP2 of weights kept in FP8, over gloo ranks: codes, scales, masters and FP8 state are those of one process."""
+
+import datetime
+import gc
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from shared.bits import assert_same_bits
+from shared.processes import free_port, ranks
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import reference as te
+from reference.float8.float8_shard import ShardedWeight
+from reference.parallel import GradientOrder, tree_reduce_scatter
+from reference.recipe import Float8BlockScaling, Float8CurrentScaling
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+GROUPS, EACH = 5, 1
+LIMIT = datetime.timedelta(seconds=60)
+RECIPES: dict[str, Any] = {
+    "delayed": lambda: te.DelayedScaling(amax_history_len=2),
+    "current": Float8CurrentScaling,
+    "block": Float8BlockScaling,
+}
+
+
+class Model(torch.nn.Module):
+    """Weights whose rows are shared unequally, and cut inside of squares of 128 × 128; of the last one's 16 rows the
+    fifth of five ranks has none."""
+
+    def __init__(self, recipe: str, device: str = "cpu") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        # Of an initial value that was preserved a master starts; not from meta, where nothing was drawn.
+        with te.quantized_model_init(recipe=RECIPES[recipe](), preserve_high_precision_init_val=True):
+            self.first = te.LayerNormMLP(160, 336, params_dtype=BF16, device=device)
+            self.last = te.Linear(160, 272, params_dtype=BF16, device=device)
+            self.small = te.Linear(272, 16, params_dtype=BF16, device=device)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.small(self.last(self.first(x))).float().square().mean()
+
+
+def sharded(recipe: str, device: str) -> torch.nn.Module:
+    model = Model(recipe, device)
+    for module in (model.first, model.last, model):  # `small` is the root's
+        fully_shard(module, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    if device == "meta":
+        model.to_empty(device="cpu")
+        torch.manual_seed(0)
+        model.first.reset_parameters()
+        model.last.reset_parameters()
+        model.small.reset_parameters()
+    return model
+
+
+def whole(x: torch.Tensor) -> torch.Tensor:
+    """All of a DTensor, as bytes: gloo sends no FP8."""
+    local = (x.to_local() if isinstance(x, DTensor) else x).detach().contiguous()
+    local = local.view(torch.uint8) if local.dtype.itemsize == 1 else local
+    if not isinstance(x, DTensor):
+        return local.clone()
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, local)
+    return torch.cat([one for one in found if one.numel()])
+
+
+def words(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Codes, scales, packed FP8 state, gradients and the optimizer's state."""
+    found = {name: whole(x) for name, x in model.state_dict().items()}
+    for name, p in model.named_parameters():
+        found[f"{name} grad"] = whole(p.grad)
+        found |= {f"{name} {part}": whole(x) for part, x in optimizer.state[p].items() if isinstance(x, torch.Tensor)}
+    return found
+
+
+def steps(model: Any, recipe: str, numbers: range, start: Any = None, end: Any = None) -> list[dict[str, torch.Tensor]]:
+    """The words after each step; from the distributed checkpoint `start` on, to one at `end`."""
+    order = GradientOrder(GROUPS)
+    alone = order.ranks == 1
+    if not alone:
+        tree_reduce_scatter(model, order)
+    optimizer = te.optimizers.FusedAdam(model.parameters(), lr=0.01, weight_decay=0.1, master_weights=True)
+    if start is not None:
+        room = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+        dcp.load(room, checkpoint_id=start, no_dist=alone)
+        set_state_dict(model, optimizer, model_state_dict=room["model"], optim_state_dict=room["optimizer"])
+    found = []
+    for step in numbers:
+        optimizer.zero_grad()
+        for number in order.microbatches(model, EACH * GROUPS):
+            seeds = torch.Generator().manual_seed(100 * step + number)
+            x = torch.randn(16, 160, generator=seeds).to(BF16) * (1 + number)
+            with te.autocast(recipe=RECIPES[recipe]()):
+                total = model(x)
+            (total / EACH).backward()
+        optimizer.step()
+        found.append(words(model, optimizer))
+    if end is not None:
+        state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+        dcp.save(state, checkpoint_id=end, no_dist=alone)
+    return found
+
+
+def looked_at() -> None:
+    """What a rank has, what it sends, and what is refused."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    model = sharded("current", "cpu")
+    rows = model.last.weight.to_local()
+    assert isinstance(rows, ShardedWeight)
+    with pytest.raises(RuntimeError, match="is written before its ranks are known"), torch.no_grad():
+        rows.copy_(torch.ones(rows.shape, dtype=BF16))
+    with pytest.raises(RuntimeError, match="a layer runs with the rows that one rank has of a weight kept in FP8"):
+        rows.operand(False)
+    own = -(-272 // world)
+    (sent,), _ = rows.fsdp_pre_all_gather(model.last.weight.device_mesh, torch.Size(), (), model.last, None)
+    assert sent.nbytes == own * 160  # one byte a number
+    assert len(rows) == max(0, min(own, 272 - rank * own))
+    before = Model("current").last.weight.numbers()
+    assert_same_bits(rows.numbers(), before[rank * own : rank * own + len(rows)])
+    model.last.weight.grad = torch.zeros_like(model.last.weight)
+    for kind in (te.optimizers.FusedSGD, te.optimizers.Adafactor):
+        with pytest.raises(ValueError, match="is kept in FP8"):
+            kind([model.last.weight], 0.1).step()
+
+
+def worker(rank: int, world: int, starts: dict[str, str], port: int, folder: str) -> None:
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world, timeout=LIMIT)
+    failed, found = [], {}
+    gc.freeze()
+    for recipe in RECIPES:
+        for device in ("cpu", "meta"):
+            try:
+                end = str(Path(folder, "ranks", recipe)) if device == "cpu" else None
+                numbers = range(1, 3) if starts else range(2)
+                found[recipe, device] = steps(sharded(recipe, device), recipe, numbers, starts.get(recipe), end)
+            except Exception:
+                failed.append(f"{recipe} from {device}: {traceback.format_exc()}")
+            gc.collect()  # a module that is alive has scales to update, on all ranks or on none
+    try:
+        looked_at()
+    except Exception:
+        failed.append(traceback.format_exc())
+    torch.save((failed, found), Path(folder) / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+def check(world: int, folder: Path, resumed: bool) -> None:
+    """Two steps on ranks, of one process's run of four; `resumed`: after its first. A process goes on after them."""
+    alone, starts = {}, {}
+    for recipe in RECIPES:
+        alone[recipe] = steps(Model(recipe), recipe, range(4))
+        if resumed:
+            starts[recipe] = str(folder / "alone" / recipe)
+            steps(Model(recipe), recipe, range(1), None, starts[recipe])
+    ranks(worker, (world, starts, free_port(), str(folder)), world)
+    first = 1 if resumed else 0
+    for rank in range(world):
+        failed, found = torch.load(folder / f"{rank}.pt")
+        assert not failed, "\n".join(failed)
+        for recipe, device in found:
+            for step, one in enumerate(found[recipe, device], first):
+                same(one, alone[recipe][step], f"rank {rank} of {world}, {recipe} from {device}, step {step}")
+    for recipe in RECIPES:
+        (one,) = steps(Model(recipe), recipe, range(first + 2, first + 3), str(folder / "ranks" / recipe))
+        same(one, alone[recipe][first + 2], f"one process after {world}, {recipe}")
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], where: str) -> None:
+    assert one.keys() == other.keys()
+    for name in one:
+        assert_same_bits(other[name], one[name], f"{where}, {name}")
+
+
+def test_two_ranks_go_on_with_the_words_of_one_process_and_it_with_theirs(tmp_path: Path) -> None:
+    check(2, tmp_path, resumed=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 3, 5])
+def test_ranks_have_the_words_of_one_process(world: int, tmp_path: Path) -> None:
+    check(world, tmp_path, resumed=world > 1)
