@@ -300,7 +300,7 @@ class _Run:
     def kept(self) -> str:
         """What is on disk."""
         path = self.args.output / CHECKPOINT
-        return "No checkpoint was written." if self.saved is None else f"{path} is that of step {self.saved}."
+        return "No checkpoint was written." if self.saved is None else f"{path} holds step {self.saved}."
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
