@@ -4,7 +4,7 @@
     twin train notes/ --size micro --precision bf16
     twin train --resume                            continue a run that was killed; the bits are the same
     torchrun --nproc-per-node 4 --no-python -- twin train --data-parallel --groups 8 --accumulate 8
-                                                   4 processes share each step; the bits are those of one process
+                                                   so many processes share each step, to the bits of one
 
 The folder of a run has checkpoint.safetensors, metrics.jsonl, loss.png and what was recorded. `--verify N` prints a
 SHA-256 of weights, moments, scales, histories and random states every N steps. Losses are shown in bits per byte.
@@ -300,7 +300,7 @@ class _Run:
     def kept(self) -> str:
         """What is on disk."""
         path = self.args.output / CHECKPOINT
-        return "No checkpoint was written." if self.saved is None else f"{path} holds step {self.saved}."
+        return "No checkpoint was written." if self.saved is None else f"{path} is that of step {self.saved}."
 
 
 def run(args: argparse.Namespace, console: Console) -> int:

@@ -42,7 +42,7 @@ def test_a_loss_that_is_not_finite_names_the_op(clip: str, tmp_path: Path, capsy
     error = ended(tmp_path, capsys, [*HUGE, "--clip", clip])
     assert "the loss of step 3 is nan: the run stops. Made again from step 2: the first NaN was made by " in error
     assert "twin::attention in layers.0.self_attention.core_attention (forward)" in error
-    assert error.endswith(f"{tmp_path}/run/checkpoint.safetensors holds step 2.\n")
+    assert error.endswith(f"{tmp_path}/run/checkpoint.safetensors is that of step 2.\n")
     assert step_of(tmp_path / "run") == 2
 
 

@@ -111,7 +111,7 @@ def test_what_cannot_be_met_gets_one_sentence(
     # A loss that is not finite, and a disk that is full, leave the last good checkpoint.
     assert not (tmp_path / "new").exists()
     base = ["train", text, *SMALL, "--steps", "4", "--save", "2", *new]
-    train, kept_two = Trainer.train, f"{tmp_path}/new/checkpoint.safetensors holds step 2."
+    train, kept_two = Trainer.train, f"{tmp_path}/new/checkpoint.safetensors is that of step 2."
 
     def diverges(trainer: Trainer, capture: bool = True) -> torch.Tensor:
         return train(trainer) * (float("nan") if trainer.step == 4 else 1)

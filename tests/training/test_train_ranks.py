@@ -136,7 +136,7 @@ def test_ranks_print_the_hashes_of_one_process_and_a_run_goes_on_with_others(
     assert "shared by 2 ranks" in first.out
     assert dead.out == dead.err == ""
     assert first.err.startswith("rank 0: another rank has ended, or has said nothing for 60 s: this one ends, too.")
-    assert first.err.endswith("checkpoint.safetensors holds step 2.\n")
+    assert first.err.endswith("checkpoint.safetensors is that of step 2.\n")
     first, *others = on_ranks(3, [*asked, "--fsdp", "--resume"], tmp_path)
     assert [first.code, *(one.code for one in others)] == [0, 0, 0], first.err
     assert hashes(first.out) == expected[2:]
