@@ -244,6 +244,7 @@ def outdated() -> list[str]:
     return [name for name in README_RESULTS if _built(name, measure.outdated)]
 
 
+_ENGINE = "Transformer Engine"
 _THEIR_OWN = "norms, activations, fused additions"
 # README's rows of equality: how each is checked on any CPU, and on a Hopper GPU.
 _REPLAY = "`twin parity --replay`"
@@ -273,7 +274,14 @@ def checks() -> str:
     """docs/numerics.md's table: how to check every row of README's table of equality."""
     columns = ("row of README's table", "on any CPU, from recordings", "on a Hopper GPU, anew")
     lines = ["| " + " | ".join(columns) + " |", "| --- | --- | --- |"]
-    return "\n".join([*lines, *(f"| {name} | {cpu} | {gpu} |" for name, (cpu, gpu) in CHECKS.items())])
+    lines += [f"| {name} | {cpu} | {gpu} |" for name, (cpu, gpu) in CHECKS.items()]
+    found = _built("parity", lambda payload: payload["rows"]) or []
+    total, theirs = (sum(row["words"] for row in found if row["of"].startswith(of)) for of in ("", _ENGINE))
+    why = (
+        f"`twin parity --replay` ends with {total:,} words: README's first four rows, and {theirs:,} words of "
+        f"{_ENGINE}'s ops, those that must be equal. `twin walkthrough` repeats the two rows of cuBLASLt alone."
+    )
+    return "\n".join([*lines, "", why])
 
 
 def equality() -> str:
@@ -285,7 +293,7 @@ def equality() -> str:
     rows: list[tuple[str, ...]] = [
         (row["of"], f"{row['words']:,}", f"{row['different']:,}", sliced.get(row["of"], ""))
         for row in recorded_rows
-        if not row["of"].startswith("Transformer Engine")  # op by op below
+        if not row["of"].startswith(_ENGINE)  # op by op below
     ]
     whys = "; ".join(dict.fromkeys(row["why"] for row in problems["rows"] if row["differing_words"]))
     count, equal = problems["problems"], problems["problems_with_every_word_equal"]

@@ -320,7 +320,7 @@ def test_row_wise_scaling_beside_torchao(monkeypatch: pytest.MonkeyPatch, instal
         cells.append((f"`{name}`", ours, *beside, bf16))
     is_table(ran.tables[0], ran.tables[0].columns, cells)
     assert compared == 2 * [256 * 128, 256 * 128, 128 * 128] * installed
-    total = (f"{sum(compared):,}", f"{9 * installed}", "")
+    total = (f"{sum(compared):,}", f"{9 * installed}", "y, dx and dw, two recipes")
     assert [row[1:] for row in rowwise_torchao.equality(payload)] == [total] * installed
 
 

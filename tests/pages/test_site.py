@@ -149,7 +149,7 @@ def test_what_is_broken_fails_the_build(tmp_path: Path) -> None:
     root = tmp_path / "copy"
     for name in ("docs", "notebooks", "reference", "optimized", "examples", "tests/simulator"):
         shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints"))
-    for name in ("mkdocs.yml", "README.md", "CONTRIBUTING.md", "noxfile.py"):
+    for name in ("mkdocs.yml", "README.md", "CONTRIBUTING.md", "SECURITY.md", "LICENSE", "CITATION.cff", "noxfile.py"):
         shutil.copy(ROOT / name, root)
     (root / "docs" / "site" / "api.py").write_text("pages = tuple\n", "utf-8")  # the pages of names take long
     settings = (root / "mkdocs.yml").read_text("utf-8")

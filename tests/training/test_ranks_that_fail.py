@@ -122,7 +122,7 @@ def test_ranks_that_agree_go_on_and_one_process_has_nobody_to_compare_with(
     more = ["--fsdp", "--compare-every", "1", "--output", str(tmp_path / "run")]
     assert [one.code for one in on_ranks(2, [*asked, *more], tmp_path)] == [0, 0]
     assert main(["train", *asked, "--compare-every", "1", "--output", str(tmp_path / "alone")]) == 2
-    assert "--compare-every: one process has nobody to compare with" in capsys.readouterr().err
+    assert "--compare-every: one process has no other to compare with" in capsys.readouterr().err
 
 
 @pytest.mark.slow
