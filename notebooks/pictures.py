@@ -4,6 +4,8 @@ The palette is Okabe and Ito's, which colour-blind readers can tell apart (https
 x and w, E5M2 gradients: a format has the colour of what it holds.
 """
 
+from collections.abc import Callable
+
 import matplotlib.pyplot as plt
 
 from optimized.bench import plots
@@ -26,3 +28,18 @@ def style() -> None:
             "lines.linewidth": 2,
         }
     )
+
+
+def claim(condition: object, text: str) -> None:
+    """Print ✓ and the text if the condition holds, ✗ and the text if it does not."""
+    print("✓" if condition else "✗", text)
+
+
+def play(function: Callable[..., object], **controls: object) -> None:
+    """The function with sliders or boxes for its arguments; without ipywidgets, with its defaults."""
+    try:
+        from ipywidgets import interact
+    except ImportError:
+        function()
+    else:
+        interact(function, **controls)

@@ -1,0 +1,95 @@
+"""The drawings of lessons 4 and 5 and of the deep dives; their look is in pictures.py."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.patches import Rectangle
+from pictures import GRAD, GREY, INK, LABEL, PALE, WRONG, W, X, Y
+
+COLOUR = {  # of a category of ops: none of them is a tensor
+    "GEMM": PALE,
+    "attention": GREY,
+    "norm": "#f0e442",
+    "activation": "#0072b2",
+    "cast": WRONG,
+    "other": INK,
+}
+
+
+def decibels(bars: Mapping[str, float]) -> None:
+    """Lesson 4: the SQNR of y, dx and dw."""
+    fig, axes = plt.subplots(figsize=(6, 2.2))
+    shown = axes.barh(range(3), [min(value, 100) for value in bars.values()], color=(Y, GRAD, W), height=0.6)
+    axes.bar_label(shown, ["exact" if value > 100 else f"{value:.1f} dB" for value in bars.values()], padding=4)
+    axes.set_yticks(range(3), bars)
+    axes.invert_yaxis()
+    axes.set(xlabel="SQNR, dB: how much of each result is left", xlim=(0, 118))
+
+
+def three_products() -> None:
+    """Lesson 4: what each product of a linear layer reads, and along which side it sums."""
+    fig, panels = plt.subplots(1, 3, figsize=(8.5, 2.3))
+    sizes = {"tokens": 1.5, "inputs": 1.0, "outputs": 1.9}
+    products = (
+        ("forward: y = x wᵀ", ("x", X, "tokens", "inputs"), ("w", W, "outputs", "inputs")),
+        ("backward: dx = g w", ("g", GRAD, "tokens", "outputs"), ("wᵀ", W, "inputs", "outputs")),
+        ("backward: dw = gᵀ x", ("gᵀ", GRAD, "outputs", "tokens"), ("xᵀ", X, "inputs", "tokens")),
+    )
+    for axes, (title, *operands) in zip(panels, products, strict=True):
+        left = 0.0
+        for name, colour, rows, columns in operands:
+            high, wide = sizes[rows], sizes[columns]
+            axes.add_patch(Rectangle((left, 0), wide, high, fc=colour, ec="white"))
+            axes.text(left + wide / 2, high / 2, name, ha="center", va="center", color="white", weight="bold")
+            axes.annotate("", (left + wide, -0.22), (left, -0.22), arrowprops={"arrowstyle": "->", "color": INK})
+            axes.text(left + wide / 2, -0.35, columns, ha="center", va="top", size=8)
+            axes.text(left - 0.08, high / 2, rows, ha="right", va="center", rotation=90, size=8, color=LABEL)
+            left += wide + 0.75
+        axes.set_title(title, size=10)
+        axes.set(xlim=(-0.5, 4.8), ylim=(-0.8, 2.0))
+        axes.axis("off")
+
+
+def traffic(gigabytes: Mapping[str, Mapping[str, float]]) -> None:
+    """Lessons 4 and 15: the GB of a training step by category, a bar for each way to build the layer."""
+    fig, axes = plt.subplots(figsize=(8.5, 0.75 + 0.38 * len(gigabytes)))
+    for row, parts in enumerate(gigabytes.values()):
+        left = 0.0
+        for what, colour in COLOUR.items():
+            axes.barh(row, parts[what], left=left, color=colour, ec="white", lw=0.8, label=None if row else what)
+            left += parts[what]
+        axes.text(left + 0.1, row, f"{left:.1f}", va="center", size=9)
+    axes.set_yticks(range(len(gigabytes)), gigabytes, color=INK)
+    axes.invert_yaxis()
+    axes.set(xlabel="GB moved in one training step", xlim=(0, 13.5))
+    axes.legend(loc="center right", fontsize=7.5)
+
+
+def differing_words(runs: Mapping[str, Sequence[int]], weights: int) -> None:
+    """Lesson 5: how many words of the weights differ after each step."""
+    fig, axes = plt.subplots(figsize=(8.5, 2.6))
+    for colour, (label, counts) in zip((WRONG, X, Y, W, GRAD), runs.items(), strict=False):
+        axes.plot(range(1, len(counts) + 1), counts, "o-", color=colour, label=label, markersize=5, linewidth=1.8)
+    axes.axhline(weights, color=GREY, linewidth=1, linestyle="--")
+    axes.text(1, 1.4 * weights, "all weights", color=LABEL, size=8, va="bottom")
+    axes.set_yscale("symlog", linthresh=1, linscale=0.4)
+    axes.set(xlabel="step", ylabel="words that differ", ylim=(-0.3, 9e6), yticks=(0, 1, 1e2, 1e4, 1e6))
+    axes.set_yticklabels(("0", "1", "100", "10⁴", "10⁶"))
+    axes.minorticks_off()
+    axes.legend(fontsize=9, loc="center right")
+
+
+def word(value: float, bit: int) -> None:
+    """Lesson 5: the 32 bits of a weight, and the one that flips."""
+    bits = np.float32(value).view(np.uint32)
+    fig, axes = plt.subplots(figsize=(8.5, 0.9))
+    for one in range(32):
+        colour = WRONG if one == bit else (GREY if one == 31 else PALE if one < 23 else "#d8dde3")
+        axes.add_patch(Rectangle((31 - one, 0), 0.92, 1, fc=colour))
+        text = {"ha": "center", "va": "center", "size": 9, "color": "white" if one == bit else INK}
+        axes.text(31 - one + 0.46, 0.5, str(int(bits >> one & 1)), **text)
+    for left, right, name in ((0, 1, "sign"), (1, 9, "exponent"), (9, 32, f"mantissa; bit {bit} flips")):
+        axes.text((left + right) / 2, 1.15, name, ha="center", va="bottom", size=8, color=LABEL)
+    axes.set(xlim=(-0.3, 32.3), ylim=(-0.1, 1.7))
+    axes.axis("off")
