@@ -1,9 +1,8 @@
 """The drawings of lessons 4 and 5 and of the deep dives; their look is in pictures.py."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import matplotlib.pyplot as plt
-import numpy as np
 from matplotlib.patches import Rectangle
 from pictures import GRAD, GREY, INK, LABEL, PALE, WRONG, W, X, Y
 
@@ -80,16 +79,16 @@ def differing_words(runs: Mapping[str, Sequence[int]], weights: int) -> None:
     axes.legend(fontsize=9, loc="center right")
 
 
-def word(value: float, bit: int) -> None:
-    """Lesson 5: the 32 bits of a weight, and the one that flips."""
-    bits = np.float32(value).view(np.uint32)
-    fig, axes = plt.subplots(figsize=(8.5, 0.9))
+def bits_of_a_word(bit: int) -> None:
+    """Lesson 5: an fp32 word, which of its bits bf16 and E4M3 keep, and the one that flips."""
+    fig, axes = plt.subplots(figsize=(8.5, 1.1))
     for one in range(32):
-        colour = WRONG if one == bit else (GREY if one == 31 else PALE if one < 23 else "#d8dde3")
-        axes.add_patch(Rectangle((31 - one, 0), 0.92, 1, fc=colour))
-        text = {"ha": "center", "va": "center", "size": 9, "color": "white" if one == bit else INK}
-        axes.text(31 - one + 0.46, 0.5, str(int(bits >> one & 1)), **text)
-    for left, right, name in ((0, 1, "sign"), (1, 9, "exponent"), (9, 32, f"mantissa; bit {bit} flips")):
-        axes.text((left + right) / 2, 1.15, name, ha="center", va="bottom", size=8, color=LABEL)
-    axes.set(xlim=(-0.3, 32.3), ylim=(-0.1, 1.7))
+        axes.add_patch(Rectangle((31 - one, 0), 0.92, 1, fc=WRONG if one == bit else PALE if one < 23 else GREY))
+        text = {"ha": "center", "va": "center", "size": 8, "color": "white" if one == bit else INK}
+        axes.text(31 - one + 0.46, 0.5, str(one), **text)
+    parts = ((0, 1, "sign"), (1, 9, "exponent"), (9, 12, "in E4M3"), (12, 16, "in bf16"), (16, 32, "in fp32 only"))
+    for left, right, name in parts:
+        axes.plot((left + 0.1, right - 0.2), (1.2, 1.2), color=LABEL, linewidth=1)
+        axes.text((left + right) / 2, 1.35, name, ha="center", va="bottom", size=8, color=LABEL)
+    axes.set(xlim=(-0.3, 32.3), ylim=(-0.1, 2.1))
     axes.axis("off")
