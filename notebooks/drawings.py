@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 import matplotlib.pyplot as plt
+import torch
 from matplotlib.patches import Rectangle
 from pictures import GRAD, GREY, INK, LABEL, PALE, WRONG, W, X, Y
 
@@ -92,3 +93,63 @@ def bits_of_a_word(bit: int) -> None:
         axes.text((left + right) / 2, 1.35, name, ha="center", va="bottom", size=8, color=LABEL)
     axes.set(xlim=(-0.3, 32.3), ylim=(-0.1, 2.1))
     axes.axis("off")
+
+
+def outliers(size: torch.Tensor) -> None:
+    """Which scale: the magnitudes of a gradient, tile by tile. `size` is [tokens, features]."""
+    rows, cols = 4, 8  # 4 tokens: the same place in four texts
+    tiles = size.square().view(size.shape[0] // rows, rows, -1, cols).mean((1, 3)).sqrt()
+    features = size.shape[1]
+    fig, axes = plt.subplots(figsize=(8.5, 2.9))
+    look = {"cmap": "magma", "vmin": -16, "vmax": -2, "interpolation": "nearest"}
+    shown = axes.imshow(torch.log2(tiles / size.max()).numpy(), aspect="auto", extent=(0, features, 64, 0), **look)
+    axes.set(xlabel="features: q, k, v of each of the two heads", ylabel="place in the text", title="|g| / amax")
+    axes.set_xticks(range(0, features + 1, 64))
+    for place, name in enumerate("qkvqkv"):
+        axes.text(64 * place + 32, 61, name, color="white", ha="center")
+    axes.grid(visible=False)
+    bar = fig.colorbar(shown, ax=axes)
+    bar.set_ticks([-16, -9, -2], labels=["$2^{-16}$", "$2^{-9}$", "$2^{-2}$"])
+
+
+def errors_by_size(edges: Sequence[int], curves: Mapping[str, Sequence[float]]) -> None:
+    """Which scale: the mean relative error of numbers of like size, a curve for each recipe."""
+    looks = {
+        "current, E5M2": (GRAD, "-"),
+        "current, E4M3": (X, "-"),
+        "block of 128": (Y, "-"),
+        "MXFP8": (INK, "--"),
+        "NVFP4, nearest": (W, "-"),
+    }
+    fig, axes = plt.subplots(figsize=(8.5, 3.1))
+    for name, curve in curves.items():
+        colour, line = looks[name]
+        at = [k + 0.5 for k in edges]
+        axes.plot(at, curve, line, color=colour, linewidth=5 if name == "block of 128" else 2, label=name)
+    axes.set(xlabel="how far below the amax: k, where |g| is about amax / 2ᵏ", ylabel="mean relative error, %")
+    axes.set(yscale="log", xlim=(0, 21.5), ylim=(1.5, 115), xticks=range(0, 22, 3))
+    axes.set_yticks([2, 5, 10, 20, 50, 100], ["2", "5", "10", "20", "50", "100"])
+    axes.minorticks_off()
+    axes.legend(fontsize=9, loc="upper left")
+
+
+def late_and_now(late: Sequence[float], now: Sequence[float]) -> None:
+    """Which scale: the SQNR of each step's gradient with delayed and with current scaling."""
+    fig, axes = plt.subplots(figsize=(8.5, 2.4))
+    axes.plot(now, color=GREY, linewidth=6, label="current scaling")
+    axes.plot(late, color=GRAD, label="delayed scaling")
+    axes.set(xlabel="step", ylabel="SQNR of g, dB", ylim=(0, 30), xlim=(-0.5, len(now)))
+    axes.legend(fontsize=9, loc="lower right")
+
+
+def recipes(losses: Mapping[str, Sequence[float]], ill: Mapping[str, Sequence[float]]) -> None:
+    """Which scale: losses of each recipe, without and with an enormous channel."""
+    colours = {"bf16": GREY, "delayed": GRAD, "current": X, "rowwise": "tab:brown", "block": Y, "mxfp8": INK, "nvfp4": W}
+    fig, (left, right) = plt.subplots(1, 2, figsize=(8.5, 3.1), sharey=True)
+    for axes, runs, title in ((left, losses, "as it is"), (right, ill, "with an enormous channel")):
+        for name, colour in colours.items():
+            look = {"color": colour, "linewidth": 6 if name == "bf16" else 1.6}
+            axes.plot(runs[name], "--" if name == "mxfp8" else "-", **look)
+        axes.set(xlabel="step", title=title, xlim=(0, len(losses["bf16"])), ylim=(0, 6))
+    left.set_ylabel("loss, nats a byte")
+    left.legend(colours, fontsize=8, ncols=2)
