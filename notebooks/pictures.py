@@ -1,20 +1,48 @@
-"""How every picture of the lessons looks: a colour for each tensor, as in docs/drawings, and the style.
+"""What every lesson uses: the look of its pictures, claims that are checked, and pictures to play with.
 
-The palette is Okabe and Ito's, which colour-blind readers can tell apart (https://jfly.uni-koeln.de/color/). E4M3 holds
-x and w, E5M2 gradients: a format has the colour of what it holds.
+`claim(condition, "E5M2 reaches further.")` prints ✓ and the sentence. Where a cell was changed, and the sentence is no
+longer true, it says what was changed. It raises only in CI, and only in a lesson that nobody changed.
+
+`play(draw, scale=(1, 64))` draws `draw()` with its default values; in JupyterLab, with a slider for each control.
 """
 
-from collections.abc import Callable
+import difflib
+import inspect
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import matplotlib.pyplot as plt
+import torch
 
 from optimized.bench import plots
+from reference.support import palette
+from reference.support.palette import (  # noqa: F401 (for the lessons)
+    BF16,
+    E2M1,
+    E4M3,
+    E5M2,
+    E8M0,
+    EXPONENT,
+    FP32,
+    GRAD,
+    GREY,
+    INK,
+    LABEL,
+    MANTISSA,
+    PALE,
+    SIGN,
+    WRONG,
+    W,
+    X,
+    Y,
+)
 
-X, W, Y, GRAD = plots.BLUE, plots.ORANGE, plots.GREEN, plots.PURPLE  # x, w, y, and gradients
-WRONG = plots.RED  # a wrong word, an error, a warning
-GREY, PALE = plots.GREY, plots.PALE  # whatever is no tensor
-INK, LABEL = plots.INK, plots.LABEL  # text and lines; text beside them
-E4M3, E5M2 = X, GRAD
+COLOUR = {name: getattr(palette, name) for name in ("E4M3", "E5M2", "E2M1", "E8M0", "BF16", "FP32")}
 
 
 def style() -> None:
@@ -30,16 +58,116 @@ def style() -> None:
     )
 
 
+def sqnr(exact: torch.Tensor, got: torch.Tensor) -> float:
+    """Signal to quantisation noise, 10·log10(Σ exact² / Σ (exact − got)²), in dB: 6 dB are one bit."""
+    exact, got = exact.double(), got.double()
+    noise = (exact - got).square().sum()
+    return float(10 * torch.log10(exact.square().sum() / noise)) if noise else math.inf
+
+
+def show(function: Callable[..., Any]) -> None:
+    """Print the source of a function, as its file has it."""
+    print(inspect.getsource(function).rstrip())
+
+
+# ---- claims ----
+
+
+def _code(notebook: Path) -> list[str]:
+    """The source of each code cell."""
+    return ["".join(cell["source"]) for cell in json.loads(notebook.read_text("utf-8"))["cells"] if "outputs" in cell]
+
+
+LESSONS = {path.stem: _code(path) for path in sorted(Path(__file__).parent.glob("*.ipynb"))}
+"""The code of each lesson, as the file was when the lesson began."""
+
+
+def changes(ran: Sequence[str], lessons: dict[str, list[str]]) -> list[str]:
+    """Each line that differs between the cells that ran and their lesson, in words. Guesses may differ."""
+    if not lessons:
+        return []
+    own = max(lessons.values(), key=lambda cells: len(set(cells) & set(ran)))
+    now: dict[int, str] = {}  # of each cell of the lesson: what ran in its place last
+    for source in ran:
+        likeness = [difflib.SequenceMatcher(None, source, cell, autojunk=False).ratio() for cell in own]
+        best = max(range(len(own)), key=likeness.__getitem__, default=-1)
+        if best >= 0 and likeness[best] > 0.5:
+            now[best] = source
+    found = []
+    for place, source in now.items():
+        before = [line.strip() for line in own[place].splitlines() if not line.startswith("guess")]
+        after = [line.strip() for line in source.splitlines() if not line.startswith("guess")]
+        for kind, a, b, c, d in difflib.SequenceMatcher(None, before, after, autojunk=False).get_opcodes():
+            if kind != "equal":
+                found.append(f"`{'; '.join(after[c:d])}` in place of `{'; '.join(before[a:b])}`")
+    return found
+
+
+def _ran() -> list[str]:
+    """The cells that ran in this notebook, the one that runs included."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    return [] if shell is None else [source.rstrip("\n") for source in shell.user_ns.get("In", ()) if source]
+
+
 def claim(condition: object, text: str) -> None:
-    """Print ✓ and the text if the condition holds, ✗ and the text if it does not."""
-    print("✓" if condition else "✗", text)
+    """Print ✓ and the sentence if the condition holds; else what was changed, and what the lesson's numbers give."""
+    if condition:
+        print(f"✓ {text}")
+        return
+    changed = changes(_ran(), LESSONS)
+    if changed:
+        print(f"✗ With the lesson's numbers: {text}\n  Not with yours: {', '.join(changed)}.")
+        return
+    sentence = f"✗ With the lesson's numbers: {text} This run found something else."
+    if os.environ.get("CI"):
+        raise AssertionError(sentence)
+    print(sentence)
 
 
-def play(function: Callable[..., object], **controls: object) -> None:
-    """The function with sliders or boxes for its arguments; without ipywidgets, with its defaults."""
-    try:
-        from ipywidgets import interact
-    except ImportError:
-        function()
-    else:
-        interact(function, **controls)
+# ---- widgets ----
+
+
+def _has_front_end() -> bool:
+    """Whether somebody can move a slider: a front end sends the id of the cell that it runs, nbconvert does not."""
+    if "google.colab" in sys.modules:
+        return True
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    kernel = getattr(shell, "kernel", None)
+    return kernel is not None and "cellId" in (kernel.get_parent() or {}).get("metadata", {})
+
+
+def play(function: Callable[..., object], **controls: Any) -> Any:
+    """Draw with the function's defaults; where there is a front end, with a widget for each control.
+
+    A control is what ipywidgets' `interact` takes: (lowest, highest), (lowest, highest, step), a list of choices, a
+    bool, or a widget. It starts at the function's default.
+    """
+    defaults = {name: p.default for name, p in inspect.signature(function).parameters.items()}
+    unknown = [name for name in controls if defaults.get(name, inspect.Parameter.empty) is inspect.Parameter.empty]
+    if unknown:
+        raise ValueError(
+            f"play: control {unknown[0]!r}; a parameter of {function.__name__} with a default is accepted."
+        )
+    if not _has_front_end():
+        function(**{name: defaults[name] for name in controls})
+        plt.show()
+        return None
+    import ipywidgets
+
+    def draw(**values: Any) -> None:
+        function(**values)
+        plt.show()
+
+    made = {
+        name: control
+        if isinstance(control, ipywidgets.Widget)
+        else ipywidgets.interactive.widget_from_abbrev(control, defaults[name])
+        for name, control in controls.items()
+    }
+    for name, widget in made.items():
+        widget.description = name.replace("_", " ")
+        if isinstance(widget, ipywidgets.IntSlider | ipywidgets.FloatSlider):
+            widget.continuous_update = False  # a slow picture is drawn once, when the slider rests
+    out = ipywidgets.interactive_output(draw, made)
+    sys.modules["IPython"].display.display(ipywidgets.VBox([*made.values(), out]))
+    return made

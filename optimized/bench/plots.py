@@ -5,10 +5,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from optimized import measure
+from reference.support.palette import BLUE, GREEN, GREY, INK, LABEL, ORANGE, PALE, PURPLE, RED
 
-# Okabe and Ito's palette, which colour-blind readers can tell apart.
-BLUE, ORANGE, GREEN, PURPLE, RED = "#56b4e9", "#e69f00", "#2fb58c", "#cc79a7", "#d55e00"
-GREY, PALE, INK, LABEL = "#b9c0c8", "#dfe3e8", "#101418", "#5b6876"  # LABEL: text beside text
+__all__ = ["BLUE", "GREEN", "GREY", "INK", "LABEL", "ORANGE", "PALE", "PURPLE", "RED", "STYLE", "drawing"]
+
 STYLE: Any = {
     "axes.spines.top": False,
     "axes.spines.right": False,

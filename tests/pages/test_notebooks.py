@@ -16,8 +16,10 @@ LESSONS = sorted(FOLDER.glob("[0-9]*.ipynb"))
 
 
 def test_there_are_lessons():
-    assert [path.name[:2] for path in LESSONS] == [f"{n:02}" for n in range(1, len(LESSONS) + 1)]
-    assert len(LESSONS) >= 4
+    """Five core lessons, and deep dives, which count from 11."""
+    core, deep = [path for path in LESSONS if path.name < "1"], [path for path in LESSONS if path.name >= "1"]
+    assert [path.name[:2] for path in core] == [f"{n:02}" for n in range(1, 6)]
+    assert [path.name[:2] for path in deep] == [str(n) for n in range(11, 11 + len(deep))]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

@@ -1,0 +1,17 @@
+"""The project's colours: one for each tensor and each format, in the report, the lessons, the site and the drawings.
+
+They are Okabe's and Ito's, which colour-blind readers can tell apart (https://jfly.uni-koeln.de/color/). A format has
+the colour of the tensor that it mostly holds. A style sheet cannot import them; tests/pages/test_palette.py compares.
+"""
+
+BLUE, ORANGE, GREEN, PURPLE, RED = "#56b4e9", "#e69f00", "#2fb58c", "#cc79a7", "#d55e00"
+YELLOW = "#f0e442"
+
+X, W, Y, GRAD = BLUE, ORANGE, GREEN, PURPLE  # input, weight, output, gradients
+E4M3, E5M2, E2M1, E8M0 = BLUE, PURPLE, ORANGE, GREEN
+WRONG = RED  # a wrong word, a bit that is cut off, a warning
+
+INK, LABEL = "#101418", "#5b6876"  # text and lines; text beside them
+GREY, PALE = "#b9c0c8", "#dfe3e8"  # what is no tensor
+BF16, FP32 = INK, LABEL
+SIGN, EXPONENT, MANTISSA = GREY, PALE, YELLOW  # a code's fields

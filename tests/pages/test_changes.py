@@ -1,0 +1,67 @@
+"""Every "change one cell" of the lessons, executed: the lesson runs with the change, and shows what it is said to show.
+
+A Markdown cell that suggests changes holds them in its metadata, too:
+`"changes": [{"cell": "cell-03", "replace": "LENGTH = 8", "with": "LENGTH = 16", "see": "..."}]`. `see` is a
+part of what the changed cell or a later one prints. `nox -s notebooks` runs this file.
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("IPython") is None, reason='pip install -e ".[notebooks]"'),
+]
+ROOT = Path(__file__).parents[2]
+RUN = """
+import io, json, sys
+from contextlib import redirect_stdout
+import matplotlib
+matplotlib.use("agg")
+from IPython.core.interactiveshell import InteractiveShell
+cells, changed, see = json.load(sys.stdin)
+shell, seen = InteractiveShell.instance(), io.StringIO()
+shell.run_line_magic("matplotlib", "agg")
+for place, source in enumerate(cells):
+    with redirect_stdout(seen if place >= changed else io.StringIO()):
+        shell.run_cell(source, store_history=True).raise_error()
+    if see in seen.getvalue():
+        break
+else:
+    sys.exit(f"{see!r} is not in:\\n{seen.getvalue()}")
+"""
+
+
+def suggested():
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        for cell in json.loads(path.read_text("utf-8"))["cells"]:
+            for number, change in enumerate(cell["metadata"].get("changes", ())):
+                yield pytest.param(path, cell, change, id=f"{path.stem}-{number}")
+
+
+@pytest.mark.parametrize(("path", "cell", "change"), suggested())
+def test_a_suggested_change_runs_and_shows_what_it_should(path, cell, change):
+    text = "".join(cell["source"])
+    for word in (change["replace"], change["with"]):
+        assert f"`{word}`" in text, f"{word} is not in the cell that the reader sees"
+    code = [one for one in json.loads(path.read_text("utf-8"))["cells"] if one["cell_type"] == "code"]
+    cells = ["".join(one["source"]) for one in code]
+    at = [one["id"] for one in code].index(change["cell"])
+    assert cells[at].count(change["replace"]) == 1
+    cells[at] = cells[at].replace(change["replace"], change["with"])
+    done = subprocess.run(
+        [sys.executable, "-c", RUN],
+        input=json.dumps([cells, at, change["see"]]),
+        env={**os.environ, "CI": "1", "PYTHONPATH": str(ROOT)},
+        cwd=ROOT / "notebooks",
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
