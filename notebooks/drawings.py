@@ -20,11 +20,11 @@ COLOUR = {  # of a category of ops: none of them is a tensor
 def decibels(bars: Mapping[str, float]) -> None:
     """Lesson 4: the SQNR of y, dx and dw."""
     fig, axes = plt.subplots(figsize=(6, 2.2))
-    shown = axes.barh(range(3), [min(value, 100) for value in bars.values()], color=(Y, GRAD, W), height=0.6)
+    shown = axes.barh(range(3), [min(value, 50) for value in bars.values()], color=(Y, GRAD, W), height=0.6)
     axes.bar_label(shown, ["exact" if value > 100 else f"{value:.1f} dB" for value in bars.values()], padding=4)
     axes.set_yticks(range(3), bars)
     axes.invert_yaxis()
-    axes.set(xlabel="SQNR, dB: how much of each result is left", xlim=(0, 118))
+    axes.set(xlabel="SQNR, dB: how much of each result is left", xlim=(0, 60))
 
 
 def three_products() -> None:
