@@ -1,7 +1,7 @@
 """Which ops a training step of a GPT layer calls, and how many bytes they move: for lessons 4 and 15.
 
-An op moves each tensor that goes in or comes out once: the least that its kernel must move. The layer has its real size,
-and needs no memory: large results are allocated and never written.
+An op moves each tensor that goes in or comes out once: the least that its kernel must move. The layer has its real
+size, and needs no memory: large results are allocated and never written.
 """
 
 import contextlib

@@ -1,6 +1,7 @@
 """The drawings of lessons 4 and 5 and of the deep dives; their look is in pictures.py."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import matplotlib.pyplot as plt
 import torch
@@ -19,7 +20,7 @@ COLOUR = {  # of a category of ops: none of them is a tensor
 
 def decibels(bars: Mapping[str, float]) -> None:
     """Lesson 4: the SQNR of y, dx and dw."""
-    fig, axes = plt.subplots(figsize=(6, 2.2))
+    _, axes = plt.subplots(figsize=(6, 2.2))
     shown = axes.barh(range(3), [min(value, 50) for value in bars.values()], color=(Y, GRAD, W), height=0.6)
     axes.bar_label(shown, ["exact" if value > 100 else f"{value:.1f} dB" for value in bars.values()], padding=4)
     axes.set_yticks(range(3), bars)
@@ -29,7 +30,7 @@ def decibels(bars: Mapping[str, float]) -> None:
 
 def three_products() -> None:
     """Lesson 4: what each product of a linear layer reads, and along which side it sums."""
-    fig, panels = plt.subplots(1, 3, figsize=(8.5, 2.3))
+    _, panels = plt.subplots(1, 3, figsize=(8.5, 2.3))
     sizes = {"tokens": 1.5, "inputs": 1.0, "outputs": 1.9}
     products = (
         ("forward: y = x wᵀ", ("x", X, "tokens", "inputs"), ("w", W, "outputs", "inputs")),
@@ -53,7 +54,7 @@ def three_products() -> None:
 
 def traffic(gigabytes: Mapping[str, Mapping[str, float]]) -> None:
     """Lessons 4 and 15: the GB of a training step by category, a bar for each way to build the layer."""
-    fig, axes = plt.subplots(figsize=(8.5, 0.75 + 0.38 * len(gigabytes)))
+    _, axes = plt.subplots(figsize=(8.5, 0.75 + 0.38 * len(gigabytes)))
     for row, parts in enumerate(gigabytes.values()):
         left = 0.0
         for what, colour in COLOUR.items():
@@ -68,7 +69,7 @@ def traffic(gigabytes: Mapping[str, Mapping[str, float]]) -> None:
 
 def differing_words(runs: Mapping[str, Sequence[int]], weights: int) -> None:
     """Lesson 5: how many words of the weights differ after each step."""
-    fig, axes = plt.subplots(figsize=(8.5, 2.6))
+    _, axes = plt.subplots(figsize=(8.5, 2.6))
     for colour, (label, counts) in zip((WRONG, X, Y, W, GRAD), runs.items(), strict=False):
         axes.plot(range(1, len(counts) + 1), counts, "o-", color=colour, label=label, markersize=5, linewidth=1.8)
     axes.axhline(weights, color=GREY, linewidth=1, linestyle="--")
@@ -82,7 +83,7 @@ def differing_words(runs: Mapping[str, Sequence[int]], weights: int) -> None:
 
 def bits_of_a_word(bit: int) -> None:
     """Lesson 5: an fp32 word, which of its bits bf16 and E4M3 keep, and the one that flips."""
-    fig, axes = plt.subplots(figsize=(8.5, 1.1))
+    _, axes = plt.subplots(figsize=(8.5, 1.1))
     for one in range(32):
         axes.add_patch(Rectangle((31 - one, 0), 0.92, 1, fc=WRONG if one == bit else PALE if one < 23 else GREY))
         text = {"ha": "center", "va": "center", "size": 8, "color": "white" if one == bit else INK}
@@ -121,7 +122,7 @@ def errors_by_size(edges: Sequence[int], curves: Mapping[str, Sequence[float]]) 
         "MXFP8": (INK, "--"),
         "NVFP4, nearest": (W, "-"),
     }
-    fig, axes = plt.subplots(figsize=(8.5, 3.1))
+    _, axes = plt.subplots(figsize=(8.5, 3.1))
     for name, curve in curves.items():
         colour, line = looks[name]
         at = [k + 0.5 for k in edges]
@@ -135,7 +136,7 @@ def errors_by_size(edges: Sequence[int], curves: Mapping[str, Sequence[float]]) 
 
 def late_and_now(late: Sequence[float], now: Sequence[float]) -> None:
     """Which scale: the SQNR of each step's gradient with delayed and with current scaling."""
-    fig, axes = plt.subplots(figsize=(8.5, 2.4))
+    _, axes = plt.subplots(figsize=(8.5, 2.4))
     axes.plot(now, color=GREY, linewidth=6, label="current scaling")
     axes.plot(late, color=GRAD, label="delayed scaling")
     axes.set(xlabel="step", ylabel="SQNR of g, dB", ylim=(0, 30), xlim=(-0.5, len(now)))
@@ -144,8 +145,16 @@ def late_and_now(late: Sequence[float], now: Sequence[float]) -> None:
 
 def recipes(losses: Mapping[str, Sequence[float]], ill: Mapping[str, Sequence[float]]) -> None:
     """Which scale: losses of each recipe, without and with an enormous channel."""
-    colours = {"bf16": GREY, "delayed": GRAD, "current": X, "rowwise": "tab:brown", "block": Y, "mxfp8": INK, "nvfp4": W}
-    fig, (left, right) = plt.subplots(1, 2, figsize=(8.5, 3.1), sharey=True)
+    colours = {
+        "bf16": GREY,
+        "delayed": GRAD,
+        "current": X,
+        "rowwise": "tab:brown",
+        "block": Y,
+        "mxfp8": INK,
+        "nvfp4": W,
+    }
+    _, (left, right) = plt.subplots(1, 2, figsize=(8.5, 3.1), sharey=True)
     for axes, runs, title in ((left, losses, "as it is"), (right, ill, "with an enormous channel")):
         for name, colour in colours.items():
             look = {"color": colour, "linewidth": 6 if name == "bf16" else 1.6}
@@ -153,3 +162,47 @@ def recipes(losses: Mapping[str, Sequence[float]], ill: Mapping[str, Sequence[fl
         axes.set(xlabel="step", title=title, xlim=(0, len(losses["bf16"])), ylim=(0, 6))
     left.set_ylabel("loss, nats a byte")
     left.legend(colours, fontsize=8, ncols=2)
+
+
+def what_casts_keep(summary: Sequence[Any], samples: Sequence[Any]) -> None:
+    """Which layers: the SQNR of each linear map's tensors, and the most underflow in each step."""
+    colours = {"input": X, "weight": W, "grad_output": GRAD}
+    names = [
+        f"{one.layer}.{one.part}".rstrip(".").replace("layers.", "").replace("self_attention.", "") for one in summary
+    ]
+    maps = list(dict.fromkeys(names))
+    _, (left, right) = plt.subplots(1, 2, figsize=(8.5, 3.2), width_ratios=[1.3, 1])
+    for place, (role, colour) in enumerate(colours.items()):
+        values = [one.sqnr for one in summary if one.role == role]
+        at = [row + 0.25 * (place - 1) for row in range(len(maps))]
+        left.barh(at, values, height=0.22, color=colour, label=role)
+    left.set_yticks(range(len(maps)), maps, size=8)
+    left.invert_yaxis()
+    left.set(xlabel="SQNR, dB", title="what each cast keeps", xlim=(0, 52))
+    left.legend(fontsize=8, loc="lower right")
+    steps = sorted({one.step for one in samples})
+    for role, colour in colours.items():
+        worst = [max(one.underflowed_share for one in samples if (one.step, one.role) == (s, role)) for s in steps]
+        right.plot(steps, [100 * share + 1e-4 for share in worst], "o-", color=colour, markersize=4)
+    right.set(xlabel="step", title="the tensor with the most underflow, %", yscale="log", ylim=(1e-4, 200))
+    right.axhline(5, color=LABEL, linewidth=1, linestyle="--")
+    right.text(steps[-1], 6, "what auto_precision accepts", color=LABEL, size=8, ha="right", va="bottom")
+
+
+def sabotage(found: Mapping[int, Any]) -> None:
+    """Which layers: the SQNR and the underflow of the head's input, for larger and larger biases."""
+    _, (left, right) = plt.subplots(1, 2, figsize=(8.5, 2.6))
+    left.plot(list(found), [one.sqnr for one in found.values()], "o-", color=INK, markersize=4)
+    left.set(xlabel="k: a bias of 2ᵏ", title="SQNR of the head's input, dB", ylim=(0, None))
+    right.plot(list(found), [100 * one.underflowed_share for one in found.values()], "o-", color=WRONG, markersize=4)
+    right.set(xlabel="k: a bias of 2ᵏ", title="its elements that become 0, %", ylim=(0, 105))
+
+
+def losses(runs: Mapping[str, Sequence[float]]) -> None:
+    """Losses by step: the first run is a wide grey line, the last is dashed."""
+    looks = [(GREY, "-", 6), (X, "-", 2), (WRONG, "-", 2), (INK, "--", 2)]
+    _, axes = plt.subplots(figsize=(8.5, 2.9))
+    for (name, run), (colour, line, width) in zip(runs.items(), looks, strict=False):
+        axes.plot(run, line, color=colour, linewidth=width, label=name)
+    axes.set(xlabel="step", ylabel="loss, nats a byte", xlim=(0, len(next(iter(runs.values())))), ylim=(0, 6))
+    axes.legend(fontsize=9)
