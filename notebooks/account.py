@@ -137,3 +137,9 @@ def gigabytes(stage: str) -> dict[str, float]:
     for op in ops(stage):
         found[kind(op["op"])] += op["bytes"] / 1e9
     return found
+
+
+def launches(stage: str) -> int:
+    """How many kernels a training step has on a GPU: most ops are one."""
+    several = {"norm_backward": 2, "attention": 2, "attention_backward": 3, "activation_cast_transpose": 2}
+    return sum(several.get(op["op"], 2 if op["op"].endswith("_dbias") else 1) for op in ops(stage))
