@@ -7,6 +7,7 @@ longer true, it says what was changed. It raises only in CI, and only in a lesso
 """
 
 import difflib
+import importlib.util
 import inspect
 import json
 import math
@@ -63,6 +64,20 @@ def sqnr(exact: torch.Tensor, got: torch.Tensor) -> float:
     exact, got = exact.double(), got.double()
     noise = (exact - got).square().sum()
     return float(10 * torch.log10(exact.square().sum() / noise)) if noise else math.inf
+
+
+def _load(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # where `inspect` looks
+    spec.loader.exec_module(module)
+    return module
+
+
+nano = _load(Path(__file__).parents[1] / "examples" / "nano_fp8.py")
+"""FP8 training in one file: the lessons quote its functions."""
 
 
 def show(function: Callable[..., Any]) -> None:
@@ -140,7 +155,7 @@ def play(function: Callable[..., object], **controls: Any) -> Any:
     """Draw with the function's defaults; where there is a front end, with a widget for each control.
 
     A control is what ipywidgets' `interact` takes: (lowest, highest), (lowest, highest, step), a list of choices, a
-    bool, or a widget. It starts at the function's default.
+    bool; or `float`: any number may be typed. It starts at the function's default.
     """
     defaults = {name: p.default for name, p in inspect.signature(function).parameters.items()}
     unknown = [name for name in controls if defaults.get(name, inspect.Parameter.empty) is inspect.Parameter.empty]
@@ -159,8 +174,8 @@ def play(function: Callable[..., object], **controls: Any) -> Any:
         plt.show()
 
     made = {
-        name: control
-        if isinstance(control, ipywidgets.Widget)
+        name: ipywidgets.FloatText(defaults[name])
+        if control is float
         else ipywidgets.interactive.widget_from_abbrev(control, defaults[name])
         for name, control in controls.items()
     }

@@ -2,7 +2,8 @@
 
 A Markdown cell that suggests changes holds them in its metadata, too:
 `"changes": [{"cell": "cell-03", "replace": "LENGTH = 8", "with": "LENGTH = 16", "see": "..."}]`. `see` is a
-part of what the changed cell or a later one prints. `nox -s notebooks` runs this file.
+part of what the changed cell or a later one prints. A change that the reader has to find has `"shown": false`; `"and"`
+lists more [cell, replace, with]. `nox -s notebooks` runs this file.
 """
 
 import importlib.util
@@ -27,7 +28,6 @@ matplotlib.use("agg")
 from IPython.core.interactiveshell import InteractiveShell
 cells, changed, see = json.load(sys.stdin)
 shell, seen = InteractiveShell.instance(), io.StringIO()
-shell.run_line_magic("matplotlib", "agg")
 for place, source in enumerate(cells):
     with redirect_stdout(seen if place >= changed else io.StringIO()):
         shell.run_cell(source, store_history=True).raise_error()
@@ -45,19 +45,21 @@ def suggested():
                 yield pytest.param(path, cell, change, id=f"{path.stem}-{number}")
 
 
-@pytest.mark.parametrize(("path", "cell", "change"), suggested())
+@pytest.mark.parametrize(("path", "cell", "change"), list(suggested()))
 def test_a_suggested_change_runs_and_shows_what_it_should(path, cell, change):
     text = "".join(cell["source"])
-    for word in (change["replace"], change["with"]):
-        assert f"`{word}`" in text, f"{word} is not in the cell that the reader sees"
+    if change.get("shown", True):
+        for word in (change["replace"], change["with"]):
+            assert f"`{word}`" in text, f"{word} is not in the cell that the reader sees"
     code = [one for one in json.loads(path.read_text("utf-8"))["cells"] if one["cell_type"] == "code"]
-    cells = ["".join(one["source"]) for one in code]
-    at = [one["id"] for one in code].index(change["cell"])
-    assert cells[at].count(change["replace"]) == 1
-    cells[at] = cells[at].replace(change["replace"], change["with"])
+    cells, ids = ["".join(one["source"]) for one in code], [one["id"] for one in code]
+    for name, old, new in [(change["cell"], change["replace"], change["with"]), *change.get("and", ())]:
+        at = ids.index(name)
+        assert cells[at].count(old) == 1, f"{old} is not once in {name}"
+        cells[at] = cells[at].replace(old, new)
     done = subprocess.run(
         [sys.executable, "-c", RUN],
-        input=json.dumps([cells, at, change["see"]]),
+        input=json.dumps([cells, ids.index(change["cell"]), change["see"]]),
         env={**os.environ, "CI": "1", "PYTHONPATH": str(ROOT)},
         cwd=ROOT / "notebooks",
         capture_output=True,

@@ -13,6 +13,7 @@ from optimized import measure
 FOLDER = Path(__file__).parents[2] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 LESSONS = sorted(FOLDER.glob("[0-9]*.ipynb"))
+CORE = sorted(FOLDER.glob("0[1-3]*.ipynb"))
 
 
 def test_there_are_lessons():
@@ -20,6 +21,23 @@ def test_there_are_lessons():
     core, deep = [path for path in LESSONS if path.name < "1"], [path for path in LESSONS if path.name >= "1"]
     assert [path.name[:2] for path in core] == [f"{n:02}" for n in range(1, 6)]
     assert [path.name[:2] for path in deep] == [str(n) for n in range(11, 11 + len(deep))]
+
+
+@pytest.mark.parametrize("path", CORE, ids=lambda path: path.stem)
+def test_a_core_lesson_is_short_begins_with_a_guess_and_ends_with_its_puzzles(path):
+    cells = json.loads(path.read_text())["cells"]
+    text = [word for cell in cells if cell["cell_type"] == "markdown" for word in "".join(cell["source"]).split()]
+    assert sum(any(letter.isalnum() for letter in word) for word in text) <= 600
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    lines = [line for source in code for line in source.splitlines() if line.strip()]
+    assert len(lines) <= 80
+    assert max(map(len, lines)) <= 80  # the column of a page
+    assert "Predict before you run" in "".join(cells[0]["source"])
+    assert any("play(" in source for source in code)
+    assert any("claim(" in source for source in code)
+    assert not [line for line in lines if line.strip().startswith("assert")]
+    assert [source.count("puzzles.check(") for source in code][-2:] == [1, 1]
+    assert any(cell["metadata"].get("changes") for cell in cells)
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
