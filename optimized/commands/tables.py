@@ -2,8 +2,8 @@
 
 `python -m optimized.commands.tables` writes them: two tables and a sentence between marks of README.md, the table of
 checks in docs/numerics.md, one in docs/one_gpu.md, and a page for each group, docs/results/<group>.md, with
-docs/results.md as their index. tests/pages/test_readme.py fails if a page and the results disagree. A benchmark's module
-builds its tables.
+docs/results.md as their index. tests/pages/test_readme.py fails if a page and the results disagree. A benchmark's
+module builds its tables.
 """
 
 import importlib
