@@ -27,4 +27,5 @@ def test_accelerate_has_one_hash_on_one_process_and_on_two(tmp_path: Path) -> No
         )
         assert done.returncode == 0, done.stderr
         found += HASH.findall(done.stdout)
-    assert len(found) == 2 and found[0] == found[1]
+    assert len(found) == 2
+    assert found[0] == found[1]
