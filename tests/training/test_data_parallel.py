@@ -27,7 +27,7 @@ LONG = replace(TINY, sequence=512, rows=1, accumulate=2)
 NANO = replace(SIZES["nano"], sequence=32, rows=1, dropout=0.1, accumulate=8, steps=100)
 # The same for layouts that share a microbatch: as wide, or as long, as these need.
 SHARED_WEIGHTS = replace(NANO, hidden=512, heads=4, layers=1, sequence=16, accumulate=2)
-SHARED_TOKENS = replace(NANO, sequence=1024, hidden=32, layers=1, accumulate=2)
+SHARED_TOKENS = replace(NANO, sequence=512, hidden=32, layers=1, accumulate=2)
 PRECISIONS = ("delayed", "current", "block")
 
 
@@ -110,7 +110,10 @@ FAMILIES: dict[str, tuple[Settings, dict[int, list[dict[str, Any]]]]] = {
         SHARED_WEIGHTS,
         {2: [{}, {"shard": True}, {"tensor": 2}], 4: [{"tensor": 4}, {"tensor": 2}, {"tensor": 2, "shard": True}]},
     ),
-    "tokens": (SHARED_TOKENS, {2: [{}, {"shard": True}, {"context": 2}], 4: [{"context": 2}, {"context": 4}]}),
+    "tokens": (
+        SHARED_TOKENS,
+        {2: [{}, {"shard": True}, {"context": 2}], 4: [{"context": 2}, {"context": 2, "shard": True}]},
+    ),
 }
 """A model, and by the number of ranks the layouts in which it is trained."""
 
