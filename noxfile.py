@@ -91,10 +91,12 @@ def integrations(session: nox.Session) -> None:
 
 @nox.session
 def notebooks(session: nox.Session) -> None:
-    """Every lesson, run from its first cell to its last."""
-    _install(session, "pytest-xdist", "-e", ".[notebooks]")
+    """Every lesson, run from its first cell to its last; then with each change that it suggests."""
+    _install(session, "-e", ".[dev,notebooks]")
     later_first = sorted(map(str, Path("notebooks").glob("*.ipynb")), reverse=True)  # the last lessons take longest
     session.run("pytest", *TWO_AT_A_TIME, "-p", "nbmake", "--nbmake", *(session.posargs or later_first), env=ONE_THREAD)
+    if not session.posargs:
+        session.run("pytest", *TWO_AT_A_TIME, "tests/pages/test_changes.py", env=ONE_THREAD)
 
 
 @nox.session

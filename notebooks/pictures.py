@@ -151,7 +151,29 @@ def _has_front_end() -> bool:
     return kernel is not None and "cellId" in (kernel.get_parent() or {}).get("metadata", {})
 
 
-def play(function: Callable[..., object], **controls: Any) -> Any:
+def widgets(function: Callable[..., object], controls: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+    """A widget for each control, by name, and the box of all of them above the picture."""
+    import ipywidgets
+
+    def draw(**values: Any) -> None:
+        function(**values)
+        plt.show()
+
+    defaults = {name: p.default for name, p in inspect.signature(function).parameters.items()}
+    made = {
+        name: ipywidgets.FloatText(defaults[name])
+        if control is float
+        else ipywidgets.interactive.widget_from_abbrev(control, defaults[name])
+        for name, control in controls.items()
+    }
+    for name, widget in made.items():
+        widget.description = name.replace("_", " ")
+        if isinstance(widget, ipywidgets.IntSlider | ipywidgets.FloatSlider):
+            widget.continuous_update = False  # a slow picture is drawn once, when the slider rests
+    return made, ipywidgets.VBox([*made.values(), ipywidgets.interactive_output(draw, made)])
+
+
+def play(function: Callable[..., object], **controls: Any) -> None:
     """Draw with the function's defaults; where there is a front end, with a widget for each control.
 
     A control is what ipywidgets' `interact` takes: (lowest, highest), (lowest, highest, step), a list of choices, a
@@ -163,26 +185,8 @@ def play(function: Callable[..., object], **controls: Any) -> Any:
         raise ValueError(
             f"play: control {unknown[0]!r}; a parameter of {function.__name__} with a default is accepted."
         )
-    if not _has_front_end():
-        function(**{name: defaults[name] for name in controls})
-        plt.show()
-        return None
-    import ipywidgets
-
-    def draw(**values: Any) -> None:
-        function(**values)
-        plt.show()
-
-    made = {
-        name: ipywidgets.FloatText(defaults[name])
-        if control is float
-        else ipywidgets.interactive.widget_from_abbrev(control, defaults[name])
-        for name, control in controls.items()
-    }
-    for name, widget in made.items():
-        widget.description = name.replace("_", " ")
-        if isinstance(widget, ipywidgets.IntSlider | ipywidgets.FloatSlider):
-            widget.continuous_update = False  # a slow picture is drawn once, when the slider rests
-    out = ipywidgets.interactive_output(draw, made)
-    sys.modules["IPython"].display.display(ipywidgets.VBox([*made.values(), out]))
-    return made
+    if _has_front_end():
+        sys.modules["IPython"].display.display(widgets(function, controls)[1])
+        return
+    function(**{name: defaults[name] for name in controls})
+    plt.show()

@@ -11,7 +11,9 @@ and on black; text in boxes is nearly black on a fill of its own.
 from pathlib import Path
 
 import machinery
-from canvas import GRAD, GREY, HOLLOW, PALE, Drawing, W, X, Y
+from canvas import HOLLOW, Drawing
+
+from reference.support.palette import GRAD, GREY, PALE, W, X, Y
 
 FOLDER = Path(__file__).parent
 

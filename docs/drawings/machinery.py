@@ -2,7 +2,9 @@
 
 from itertools import pairwise
 
-from canvas import GRAD, GREY, HOLLOW, PALE, Drawing, W, X, Y
+from canvas import HOLLOW, Drawing
+
+from reference.support.palette import GRAD, GREY, PALE, W, X, Y
 
 
 def tapes() -> Drawing:

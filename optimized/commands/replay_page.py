@@ -13,10 +13,11 @@ from reference.inspect.recorded_step.replay import Difference, Result
 from reference.inspect.recorded_step.statistics import Row, Statistics
 from reference.inspect.recorded_step.words import in_words, life
 from reference.numbers import formats
+from reference.support import palette
 
 _KINDS = {"float8_e4m3fn": "E4M3", "float8_e5m2": "E5M2", "bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 _LARGEST = {"float8_e4m3fn": formats.E4M3.largest, "float8_e5m2": formats.E5M2.largest}
-_DIFFERENT = "#b3261e"
+_DIFFERENT = palette.WRONG
 _HEAD = ("op", "of", "tensor", "type", "amax", "scale", "saturated", "underflowed", "SQNR\u00a0dB", "NaN, inf")
 _SHOWN = 20  # differences
 
@@ -106,7 +107,7 @@ def _picture(result: Result, statistics: Statistics) -> Figure:
             below.plot([op for op, _ in casts], [math.log2(filled) for _, filled in casts], "o", ms=4, color=colour)
     low, high = below.get_ylim()
     below.set_ylim(min(low, -1.0), max(high, 0.5))  # a recipe that fills the format exactly has no range of its own
-    below.axhline(0, lw=0.8, color="#9aa5b1")
+    below.axhline(0, lw=0.8, color=palette.GREY)
     for axes in (above, below):
         if result.differences:
             axes.axvline(result.differences[0].op, color=_DIFFERENT, lw=1.2)

@@ -149,3 +149,16 @@ def test_check_prints_and_remembers(capsys):
     puzzles.check("6 term", solutions.term)
     assert capsys.readouterr().out == "1 decode: not solved yet.\n6 term: solved, all 8,670 words agree.\n"
     assert puzzles.RESULTS == {"1 decode": False, "6 term": True}
+
+
+@pytest.mark.parametrize("results", [{}, {"6 term": True}, {"9 split": False, "1 decode": True}])
+def test_the_scoreboard_works_from_any_state(results, monkeypatch, capsys):
+    """In any order, and however few cells were run."""
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    monkeypatch.setattr(puzzles, "RESULTS", results)
+    cells = json.loads((FOLDER / "puzzles.ipynb").read_text("utf-8"))["cells"]
+    space = {"plt": pyplot, "puzzles": puzzles, "pictures": importlib.import_module("pictures")}
+    exec("".join(cells[-1]["source"]), space)
+    pyplot.close("all")
+    said = f"{sum(results.values())} of {len(NAMES)} solved, {len(results)} tried"
+    assert capsys.readouterr().out.strip() == said

@@ -15,6 +15,7 @@ from optimized.commands.steps.style import COLOURS, figure
 from optimized.compare import Tally
 from optimized.cuda.device import hopper
 from reference.numbers import philox
+from reference.support import palette
 
 TOKENS, IN_FEATURES, OUT_FEATURES = 256, 512, 256
 # Magnitudes as in training: activations of order 1, weights as Transformer Engine initialises them, gradients of a mean
@@ -132,7 +133,7 @@ def picture(found: list[Variant]) -> Figure:
     for axes, variant in ((before, found[2]), (after, found[3])):
         got = variant.results["wgrad"].float().flatten()[:4000]
         axes.scatter(exact.numpy(), got.numpy(), s=2, color=COLOURS["fp8"], alpha=0.4, rasterized=True)
-        axes.plot([-limit, limit], [-limit, limit], color="#1d2733", linewidth=0.7)
+        axes.plot([-limit, limit], [-limit, limit], color=palette.INK, linewidth=0.7)
         axes.set(title="wgrad, " + variant.name.split(", ")[-1], xlabel="fp32", xlim=(-limit, limit))
         axes.ticklabel_format(style="sci", scilimits=(0, 0))
     before.set_ylabel("FP8")

@@ -10,8 +10,9 @@ from optimized.commands.report import Report
 from optimized.commands.steps import Outcome
 from optimized.commands.steps.style import COLOURS, figure
 from reference.numbers import formats
+from reference.support import palette
 
-FIELD_COLOURS = {"sign": "#c9d0d8", "exponent": "#9fc3ea", "mantissa": "#f3c39d"}
+FIELD_COLOURS = {"sign": palette.SIGN, "exponent": palette.EXPONENT, "mantissa": palette.MANTISSA}
 
 
 def _bits(axes: Axes, fmt: formats.Format8, code: int, y: float) -> None:
@@ -22,7 +23,7 @@ def _bits(axes: Axes, fmt: formats.Format8, code: int, y: float) -> None:
         axes.text(place + 0.47, y + 0.4, str(code >> (7 - place) & 1), ha="center", va="center", size=11)
     fields = fmt.fields(code)
     scale = 1 << fmt.mantissa_bits
-    axes.text(-0.3, y + 0.4, fmt.name, ha="right", va="center", size=11, color=COLOURS[fmt.name], weight="bold")
+    axes.text(-0.3, y + 0.4, fmt.name, ha="right", va="center", size=11, weight="bold")
     value = f"(1 + {fields.mantissa}/{scale}) · 2^({fields.exponent} − {fmt.bias}) = {fields.value:g}"
     axes.text(8.3, y + 0.4, value, va="center", size=11)
 
@@ -35,7 +36,7 @@ def bits_picture(value: float = 0.35) -> Figure:
         code = int(formats.cast(torch.tensor([value]), fmt).view(torch.uint8)[0])
         _bits(axes, fmt, code, -1.15 * row)
     for place, name in ((0.47, "sign"), (2.9, "exponent"), (6.4, "mantissa")):
-        axes.text(place, 1.0, name, ha="center", size=9, color="#5b6876")
+        axes.text(place, 1.0, name, ha="center", size=9, color=palette.LABEL)
     axes.set(xlim=(-1.6, 15), ylim=(-1.3, 1.35))
     axes.axis("off")
     return fig
@@ -50,7 +51,7 @@ def line_picture() -> Figure:
         colour = COLOURS[fmt.name]
         near.vlines([0.0, *(v for v in values if v <= 2)], row - 0.32, row + 0.32, color=colour, linewidth=0.9)
         far.vlines(values, row - 0.32, row + 0.32, color=colour, linewidth=0.9)
-        far.text(values[-1] * 1.5, row, f"{values[-1]:,.0f}", va="center", color=colour, size=9)
+        far.text(values[-1] * 1.5, row, f"{values[-1]:,.0f}", va="center", size=9)
     near.set(xlim=(-0.01, 2.02), title="from 0 to 2")
     far.set_xscale("log", base=2)
     far.set(xlim=(2.0**-17, 2.0**19), title="all positive values, by powers of two")
@@ -77,7 +78,7 @@ def error_picture() -> Figure:
         axes.title.set_color(colour)
         axes.yaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(decimals=0))
     for at, text in ((2.0**-14.2, "too small: becomes 0"), (2.0**14.2, "too large: saturates")):
-        panels[0].text(at, 82, text, size=9, color="#5b6876", ha="center", va="top")
+        panels[0].text(at, 82, text, size=9, color=palette.LABEL, ha="center", va="top")
     panels[1].set_xlabel("x")
     fig.supylabel("error / x", size=10)
     return fig

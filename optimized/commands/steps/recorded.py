@@ -11,12 +11,12 @@ from matplotlib.figure import Figure
 from optimized import recordings
 from optimized.commands.report import Report, escape
 from optimized.commands.steps import Outcome, Progress
-from optimized.commands.steps.style import COLOURS, figure
+from optimized.commands.steps.style import figure
 from optimized.compare import Tally
 from optimized.recordings import linear
 from optimized.recordings.tensor_core import Product
 from reference.numbers import formats
-from reference.support import files
+from reference.support import files, palette
 
 RECORDING = "tensor_core_h200"
 SHOWN = ("e4m3.e4m3", 512, 512, 4096)
@@ -53,7 +53,7 @@ def picture(product: Product) -> Figure:
     panels = fig.subplots(1, len(WAYS))
     for axes, (name, way) in zip(panels, WAYS.items(), strict=True):
         same = way(product).view(torch.int32) == product.out.view(torch.int32)
-        colours = ListedColormap(["#f0c9b3", COLOURS["good"]])
+        colours = ListedColormap([palette.WRONG, palette.GREEN])
         axes.pcolormesh(same.t().numpy(), cmap=colours, vmin=0, vmax=1, edgecolors="white", linewidth=0.8)
         axes.set_aspect("equal")
         axes.invert_yaxis()

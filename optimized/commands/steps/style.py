@@ -6,16 +6,19 @@ from typing import Any
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
+from reference.support import palette
+
 COLOURS = {
-    "fp32": "#6b7785",
-    "bf16": "#2456a6",
-    "fp8": "#d1682b",
-    "E4M3": "#d1682b",
-    "E5M2": "#7a3f9d",
-    "input": "#d1682b",
-    "weight": "#2456a6",
-    "grad_output": "#7a3f9d",
-    "good": "#1a7f4b",
+    "fp32": palette.FP32,
+    "bf16": palette.BF16,
+    "fp8": palette.FP8,
+    "E4M3": palette.E4M3,
+    "E5M2": palette.E5M2,
+    "input": palette.X,
+    "weight": palette.W,
+    "output": palette.Y,
+    "grad_output": palette.GRAD,
+    "good": palette.RIGHT,
 }
 
 RC: Any = {
@@ -23,12 +26,12 @@ RC: Any = {
     "font.size": 10,
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "axes.edgecolor": "#9aa5b1",
-    "axes.labelcolor": "#1d2733",
+    "axes.edgecolor": palette.GREY,
+    "axes.labelcolor": palette.INK,
     "axes.titlesize": 10.5,
     "axes.titlelocation": "left",
-    "xtick.color": "#5b6876",
-    "ytick.color": "#5b6876",
+    "xtick.color": palette.LABEL,
+    "ytick.color": palette.LABEL,
     "legend.frameon": False,
     "svg.hashsalt": "twin",
     "svg.fonttype": "path",

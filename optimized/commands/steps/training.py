@@ -19,8 +19,9 @@ from optimized.training.model import PRODUCTS
 from optimized.training.monitor import TENSORS, Run, train, write
 from optimized.training.settings import Settings
 from reference.numbers import formats
+from reference.support import palette
 
-PRODUCT_COLOURS = dict(zip(PRODUCTS, ("#2456a6", "#d1682b", "#1a7f4b", "#7a3f9d"), strict=True))
+PRODUCT_COLOURS = dict(zip(PRODUCTS, (palette.DARK_BLUE, palette.RED, palette.DARK_GREEN, palette.INK), strict=True))
 PROMPT = b"def __init__(self, "
 TITLES = {"input": "input (E4M3)", "weight": "weight (E4M3)", "grad_output": "gradient (E5M2)"}
 
@@ -54,7 +55,7 @@ def loss_picture(runs: list[Run]) -> Figure:
         curve.plot(bits(run), color=colour, alpha=0.2, linewidth=0.7)
         curve.plot(smooth(bits(run), window), color=colour, linewidth=width, alpha=alpha, label=run.precision)
     difference = bits(runs[1]) - bits(runs[0])
-    gap.axhline(0, color="#9aa5b1", linewidth=0.7)
+    gap.axhline(0, color=palette.GREY, linewidth=0.7)
     gap.plot(difference, color=COLOURS["fp8"], alpha=0.3, linewidth=0.7)
     gap.plot(smooth(difference, window), color=COLOURS["fp8"], linewidth=1.5)
     curve.set(ylabel="bits per byte")

@@ -21,11 +21,12 @@ from optimized.bench.layers.tutorial_layers import (
 )
 from optimized.commands.report import Report
 from optimized.commands.steps import Outcome, Progress
-from optimized.commands.steps.style import COLOURS, figure
+from optimized.commands.steps.style import figure
 from optimized.compare import Tally, differing
 from optimized.cuda.device import hopper
 from reference.nn.core import init
 from reference.numbers import philox
+from reference.support import palette
 
 HIDDEN, FFN, HEADS, SEQUENCE, BATCH = 128, 512, 4, 64, 2
 GRADIENT = 1e-5  # as in training, where the loss is a mean over about ten thousand tokens
@@ -34,15 +35,15 @@ SHOWN = {"y": "y", "dx": "dx", "dw": "fc1.weight"}
 Results = dict[str, torch.Tensor]
 
 PARTS = ("LayerNorm", "QKV", "attention", "projection", "+", "LayerNorm", "fc1", "GELU", "fc2", "+")
-GREY, BLUE, ORANGE = "#e3e7ec", "#b9d2ef", "#f6d3b5"
+PYTORCH, LIBRARY, EIGHT = palette.PALE, palette.GREY, palette.YELLOW  # of boxes: no tensors
 ALONE = tuple((place, place + 1) for place in range(len(PARTS)))
 FUSED = ((0, 2), (2, 3), (3, 4), (4, 5), (5, 9), (9, 10))
 BOXES = {  # the first part and the end of each box; which boxes are te's; their colour
-    "plain PyTorch": (ALONE, (), GREY),
-    "te.Linear,\nte.LayerNorm": (ALONE, (0, 1, 2, 3, 5, 6, 7, 8), BLUE),
-    "LayerNormLinear,\nLayerNormMLP": (FUSED, (0, 1, 2, 4), BLUE),
-    "TransformerLayer": (((0, 10),), (0,), BLUE),
-    "TransformerLayer,\nFP8": (((0, 10),), (0,), ORANGE),
+    "plain PyTorch": (ALONE, (), PYTORCH),
+    "te.Linear,\nte.LayerNorm": (ALONE, (0, 1, 2, 3, 5, 6, 7, 8), LIBRARY),
+    "LayerNormLinear,\nLayerNormMLP": (FUSED, (0, 1, 2, 4), LIBRARY),
+    "TransformerLayer": (((0, 10),), (0,), LIBRARY),
+    "TransformerLayer,\nFP8": (((0, 10),), (0,), EIGHT),
 }
 
 
@@ -165,9 +166,9 @@ def boxes_picture() -> Figure:
     axes = fig.add_subplot()
     for column, (title, (boxes, of_te, colour)) in enumerate(BOXES.items()):
         for place, (first, last) in enumerate(boxes):
-            face = colour if place in of_te else GREY
+            face = colour if place in of_te else PYTORCH
             corner, height = (column * 1.1, first + 0.06), last - first - 0.12
-            axes.add_patch(Rectangle(corner, 1.0, height, facecolor=face, edgecolor="#5b6876", linewidth=0.8))
+            axes.add_patch(Rectangle(corner, 1.0, height, facecolor=face, edgecolor=palette.LABEL, linewidth=0.8))
         for row, part in enumerate(PARTS):
             axes.text(column * 1.1 + 0.5, row + 0.5, part, ha="center", va="center", size=8.5)
         axes.text(column * 1.1 + 0.5, -0.2, title, ha="center", va="bottom", size=9, weight="bold")
@@ -180,11 +181,11 @@ def noise_picture(found: list[Step], exact: Results) -> Figure:
     """The SQNR of y, dx and dw against float64, for each step."""
     fig = figure(9, 3.2)
     axes = fig.add_subplot()
-    colours = {"y": COLOURS["bf16"], "dx": COLOURS["E5M2"], "dw": COLOURS["E4M3"]}
+    colours = {"y": palette.Y, "dx": palette.GRAD, "dw": palette.W}
     for place, (label, key) in enumerate(SHOWN.items()):
         at = [n + 0.27 * (place - 1) for n in range(len(found))]
         bars = axes.bar(at, [sqnr(exact[key], s.results[key]) for s in found], 0.25, color=colours[label], label=label)
-        axes.bar_label(bars, fmt="%.0f", size=8, color="#5b6876")
+        axes.bar_label(bars, fmt="%.0f", size=8, color=palette.LABEL)
     axes.set_xticks(range(len(found)), [step.name.replace(", ", ",\n") for step in found], size=8)
     axes.set(ylabel="SQNR to float64, dB", ylim=(min(0.0, axes.get_ylim()[0]), 72))
     axes.legend(ncols=3, loc="upper right")
@@ -200,8 +201,8 @@ def _write(report: Report, found: list[Step], exact: Results, equal: Tally) -> N
     )
     report.picture(
         boxes_picture(),
-        "<b>The same layer five times.</b> One box is one module. Grey: PyTorch; blue: te in 16 bits; orange: te with "
-        "eight-bit operands in every linear map. On a GPU, what stays inside a box need not travel through memory.",
+        "<b>The same layer five times.</b> One box is one module. Light grey: PyTorch; grey: te in 16 bits; yellow: te "
+        "with eight-bit operands in every linear map. On a GPU, what stays inside a box need not travel through memory.",
         "Modules of the five layers as boxes",
     )
     report.table(
