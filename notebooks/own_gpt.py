@@ -1,4 +1,4 @@
-"""Lesson 11 without transformers: the GPT of `twin train`, with the methods of a Hugging Face model that it calls.
+"""Deep dive 16 without transformers: the GPT of `twin train`, with the methods of a Hugging Face model that it calls.
 
 Its layers are Twin Engine's already, so `te.convert` replaces nothing, and gives the model a recipe.
 """

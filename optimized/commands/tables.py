@@ -1,8 +1,8 @@
 """The tables of measured results, built from docs/results/*.json alone.
 
 `python -m optimized.commands.tables` puts them between two marks: two tables into README.md, one into docs/one_gpu.md,
-all of them into docs/results.md. tests/pages/test_readme.py fails if a page and the results disagree. A benchmark's module builds its
-tables.
+all of them into docs/results.md. tests/pages/test_readme.py fails if a page and the results disagree. A benchmark's
+module builds its tables.
 """
 
 import importlib

@@ -266,7 +266,7 @@ def auto_precision(
         max_saturated: share of a tensor's elements. Those that saturate are its largest, and their error has no bound;
             a scale that fits leaves none. One in a thousand is what a growing amax may cost between two steps.
         max_underflowed: share of a tensor's elements that become 0. A normal distribution scaled to its amax loses
-            0.001 % in E4M3, and tensors of a healthy GPT less than 0.5 % (notebook 13). Beyond 5 % the scale serves a few
+            0.001 % in E4M3, and tensors of a healthy GPT less than 0.5 %. Beyond 5 % the scale serves a few
             large elements at the cost of the others, which no SQNR shows: it is dominated by the large ones.
         max_sqnr_loss: dB below the SQNR of rounding alone (`ideal_sqnr`). 6 dB are four times the noise of rounding:
             three quarters of the noise come from what does not fit the format.
