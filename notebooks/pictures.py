@@ -101,7 +101,13 @@ def changes(ran: Sequence[str], lessons: dict[str, list[str]]) -> list[str]:
     """Each line that differs between the cells that ran and their lesson, in words. Guesses may differ."""
     if not lessons:
         return []
-    own = max(lessons.values(), key=lambda cells: len(set(cells) & set(ran)))
+
+    def kinship(cells: list[str]) -> tuple[int, float]:
+        """How many cells are equal; where only the first has run, and was changed, how like it is to the lesson's."""
+        first = difflib.SequenceMatcher(None, ran[0], cells[0], autojunk=False).quick_ratio() if ran and cells else 0.0
+        return len(set(cells) & set(ran)), first
+
+    own = max(lessons.values(), key=kinship)
     now: dict[int, str] = {}  # of each cell of the lesson: what ran in its place last
     for source in ran:
         likeness = [difflib.SequenceMatcher(None, source, cell, autojunk=False).ratio() for cell in own]
