@@ -219,22 +219,19 @@ def summary() -> str:
     layers, products = _built("layer", layer_tables.summary), _built("gemm", gemm.summary)
     if layers is None or products is None:
         return "Nothing has been recorded yet."
-    rows = [
-        *layers,
-        *(_built("small_layers", small_layers.summary) or ()),
-        *(_built("train", train.summary) or ()),
-        *(_built("trainer", trainer.summary) or ()),
-        products,
-    ]
+    old = outdated()
+    builders = {"small_layers": small_layers.summary, "train": train.summary, "trainer": trainer.summary}
+    shown = (_built(name, build) or () for name, build in builders.items() if name not in old)
+    rows = [*layers, *(row for one in shown for row in one), products]
     how = "How many times faster FP8 is here than others in the same run; [all results](docs/results.md)."
     note = (
         "A layer's time is forward and backward: ours with exact attention, whose bits a CPU reproduces, PyTorch's in "
         "its fastest variant, with cuDNN's attention. "
         f"{_built('layer', layer_tables.launches)} {_built('layer', about)}"
     )
-    old = outdated()
-    if old:
-        note += f" **Measured before the last change of their kernels: {', '.join(old)}.**"
+    left_out = [name for name in old if name in builders]
+    if left_out:
+        note += f" Left out, since a kernel has changed and they are to be measured again: {', '.join(left_out)}."
     columns = ("on one H200", "Twin Engine, FP8", "compared with", "faster")
     return Table("Speed", columns, tuple(rows), how, note).markdown()
 

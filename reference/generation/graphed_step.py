@@ -74,11 +74,20 @@ class GraphedStep:
         return device.type == "cuda"
 
     def capture(self, tokens: torch.Tensor) -> Captured:
-        """The step of these tokens as a graph."""
+        """The step of these tokens as a graph.
+
+        The step runs once before, with waits refused: one that a capture meets ends it, and PyTorch would leave the
+        process on the capture's stream and its generator in the capture.
+        """
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
+        graph, waits = torch.cuda.CUDAGraph(), torch.cuda.get_sync_debug_mode()
         try:
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                self._forward(tokens)
+            finally:
+                torch.cuda.set_sync_debug_mode(waits)
             with torch.cuda.graph(graph, pool=self._pool):
                 logits = self._forward(tokens)
         except RuntimeError as error:

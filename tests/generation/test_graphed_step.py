@@ -167,6 +167,9 @@ def test_a_forward_that_waits_for_the_gpu_is_refused_in_a_sentence() -> None:
     made = generator(there, forward=waits)
     with pytest.raises(RuntimeError, match=r"^Generator: cuda_graphs=True, and a step of 1 tokens cannot be captured"):
         made.generate([[2, 3]], 6)
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+    assert torch.cuda.get_sync_debug_mode() == 0
+    torch.rand(1, device="cuda")  # the generator is in no capture
 
 
 def test_only_a_gpu_has_graphs() -> None:

@@ -33,7 +33,7 @@ def test_a_core_lesson_is_short_begins_with_a_guess_and_ends_with_its_puzzles(pa
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     lines = [line for source in code for line in source.splitlines() if line.strip()]
     assert len(lines) <= 80
-    assert max(map(len, lines)) <= 100  # the column of a page
+    assert max(map(len, lines)) <= 88  # the column of a page
     assert "Predict before you run" in "".join(cells[0]["source"])
     assert any("play(" in source for source in code)
     assert any("claim(" in source for source in code)

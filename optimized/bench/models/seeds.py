@@ -238,9 +238,11 @@ def sentence(payload: Payload) -> str:
     def beside(share: float) -> str:
         return f"{abs(100 * share):.1f} % {'above' if share > 0 else 'below'}"
 
+    low, high = beside(min(more)), beside(max(more))
+    span = f"at most {high}" if low.startswith("0.0 %") else f"between {low} and {high}"
     return (
         f"A GPT of 124 million parameters was trained for {steps:,} steps from {count} seeds. At the end its loss in "
-        f"{len(recipes)} recipes of FP8 is between {beside(min(more))} and {beside(max(more))} that in bf16."
+        f"{len(recipes)} recipes of FP8 is {span} that in bf16."
     )
 
 

@@ -202,7 +202,7 @@ def _write(report: Report, found: list[Step], exact: Results, equal: Tally) -> N
     report.picture(
         boxes_picture(),
         "<b>The same layer five times.</b> One box is one module. Light grey: PyTorch; grey: te in 16 bits; yellow: te "
-        "with eight-bit operands in every linear map. On a GPU, what stays in a box need not travel through memory.",
+        "with eight-bit operands in every linear map. On a GPU, what stays inside a box need not go through memory.",
         "Modules of the five layers as boxes",
     )
     report.table(
