@@ -349,7 +349,7 @@ def spoil(answer: Callable[..., Any], wrong: dict[int, tuple[list[int], Any]]) -
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=12)
+@settings(max_examples=4)
 @given(data=st.data())
 def test_a_wrong_answer_has_the_notebooks_verdict(v8: Engine, name: str, data: st.DataObject) -> None:
     calls, changes = SPOILT[name]
