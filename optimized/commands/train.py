@@ -116,7 +116,10 @@ def _settings(args: argparse.Namespace, stored: Settings | None) -> Settings:
     differs = wanted.differences(stored)
     if differs:
         asked, has = (", ".join(f"{name}={getattr(one, name)}" for name in differs) for one in (wanted, stored))
-        raise CommandError(f"--resume: the run in {args.output} has {has}, and {asked} is asked for; leave it out.")
+        raise CommandError(
+            f"--resume: the run in {args.output} has {has}, and {asked} is asked for. A run "
+            "keeps its settings: leave that option out."
+        )
     return stored
 
 
