@@ -145,7 +145,9 @@ def notebook(content: dict, stem: str) -> tuple[str, dict[str, bytes]]:
             else:
                 text = "".join(output.get("text", data.get("text/plain", ())))
                 parts.append(f"```{{ .text .output .no-copy }}\n{text.rstrip()}\n```")
-    parts.insert(1, f"*A notebook, with the outputs of one run. `jupyter lab notebooks/{stem}.ipynb` runs it again.*")
+    about = f"*A notebook, with the outputs of one run. `jupyter lab notebooks/{stem}.ipynb` runs it again"
+    sliders = any("play(" in "".join(cell["source"]) for cell in content["cells"])
+    parts.insert(1, f"{about}, and has its sliders.*" if sliders else f"{about}.*")
     return "\n\n".join(parts), images
 
 

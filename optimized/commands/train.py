@@ -48,11 +48,16 @@ OPTIONS: tuple[tuple[str, str, Any, str], ...] = (
     ("--rows", "rows", positive, "sequences of a microbatch"),
     ("--sequence", "sequence", positive, "bytes of a sequence"),
     ("--accumulate", "accumulate", positive, "microbatches of a step; FP8 weights are cast in the first"),
-    ("--groups", "groups", positive, "of a step's microbatches, which --data-parallel spreads over processes"),
+    (
+        "--groups",
+        "groups",
+        positive,
+        "groups of a step's microbatches; --data-parallel spreads the groups over processes",
+    ),
     ("--rate", "learning_rate", float, "the highest learning rate"),
     ("--warmup", "warmup", positive, "steps until it is reached; a cosine follows, down to 0"),
     ("--weight-decay", "weight_decay", float, "of matrices"),
-    ("--clip", "clip", float, "the largest norm of the gradient; 0 is any"),
+    ("--clip", "clip", float, "the largest norm of the gradient; 0: it is not clipped"),
     ("--dropout", "dropout", float, "of attention's weights and of what each half of a layer adds"),
     ("--seed", "seed", int, "of weights, masks and places in the text"),
 )
@@ -71,7 +76,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--fsdp", action="store_true", help="--data-parallel, with weights and moments divided, too")
     for option, what in (("--tensor-parallel", "the weights of each layer"), ("--context-parallel", "each sequence")):
         parser.add_argument(
-            option, type=positive, default=1, metavar="N", help=f"N processes share {what}; others, --data-parallel"
+            option,
+            type=positive,
+            default=1,
+            metavar="N",
+            help=f"N processes share {what}; more processes need --data-parallel or --fsdp, too",
         )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: the GPU, if there is a Hopper GPU")
     parser.add_argument("--output", type=Path, default=Path("twin_train"), help="the run's folder (./twin_train)")
@@ -107,7 +116,10 @@ def _settings(args: argparse.Namespace, stored: Settings | None) -> Settings:
     differs = wanted.differences(stored)
     if differs:
         asked, has = (", ".join(f"{name}={getattr(one, name)}" for name in differs) for one in (wanted, stored))
-        raise CommandError(f"--resume: the run in {args.output} has {has}, and {asked} is asked for; leave it out.")
+        raise CommandError(
+            f"--resume: the run in {args.output} has {has}, and {asked} is asked for. A run "
+            "keeps its settings: leave that option out."
+        )
     return stored
 
 

@@ -28,7 +28,7 @@ from optimized.cuda.device import hopper
 from optimized.training import corpus
 from optimized.training.settings import Settings
 
-SUMMARY = "the main job: from the FP8 number line to a trained model, with an HTML report"
+SUMMARY = "begin here: from the FP8 number line to a trained model, with an HTML report"
 QUICK: dict[str, Any] = {"steps": 12, "rows": 2, "hidden": 32, "sequence": 32}
 QUICK_FILES = 40
 FULL_STEPS = 240

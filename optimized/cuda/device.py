@@ -9,7 +9,6 @@ from collections.abc import Callable
 
 import torch
 
-import reference
 from optimized.cuda import compiler
 from optimized.cuda.compiler import INSTALL, MissingDependency
 
@@ -26,7 +25,8 @@ def check_capability(name: str, capability: tuple[int, int]) -> None:
         major, minor = capability
         raise UnsupportedDevice(
             f"the GPU {name!r} has compute capability {major}.{minor}; Twin Engine's kernels are built for "
-            f"sm_90a and need 9.0 (Hopper: H100, H200, GH200). On this machine use `{reference.__name__}` on the CPU."
+            f"sm_90a and need 9.0 (Hopper: H100, H200, GH200). On this machine `twin_engine.reference` "
+            "has the same layers on the CPU."
         )
 
 
@@ -36,7 +36,7 @@ def check(index: int) -> None:
     if not torch.cuda.is_available():
         raise UnsupportedDevice(
             "torch sees no CUDA device; Twin Engine's kernels need a Hopper GPU (compute capability 9.0). "
-            f"On this machine use `{reference.__name__}` on the CPU."
+            "On this machine `twin_engine.reference` has the same layers on the CPU."
         )
     check_capability(torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index))
 

@@ -50,7 +50,7 @@ class Settings:
         vocabulary: rows of the table. A text has 256 different bytes; GPT-2's sizes have room for 50,304.
         steps, learning_rate, warmup: the schedule, see `rate`.
         betas, weight_decay: AdamW's; vectors do not decay.
-        clip: the largest norm of the gradient; 0 is any.
+        clip: the largest norm of the gradient; 0: it is not clipped.
         std: of the first weights; proj's and fc2's are smaller by √(2 · layers), as in GPT-2.
         dropout: of attention's weights, and of what attention and MLP add.
         precision: of the layers' linear maps, one of `RECIPES`; all else has 16 bits. A CPU alone has mxfp8 and nvfp4.

@@ -54,9 +54,7 @@ def test_another_order_of_a_sum_in_one_step_is_found_to_step_op_and_word(tmp_pat
     found = te.diff(tmp_path / "a.trail", tmp_path / "b.trail")
     assert (found.equal, found.step, found.op) == (False, PLANTED, None)
     assert str(found.tensor).startswith("gradients/")
-    assert f"Different bits after step {PLANTED}: {tmp_path}/b.trail has other bits than {tmp_path}/a.trail." in str(
-        found
-    )
+    assert f"Different bits in step {PLANTED}: {tmp_path}/b.trail has other bits than {tmp_path}/a.trail." in str(found)
     assert f"{PLANTED - 1} steps before are the same." in str(found)
 
     for name, other in runs.items():
@@ -92,7 +90,7 @@ def test_the_rank_that_differs_is_named(count: int, others: str, tmp_path: Path)
     found = te.diff(*paths)
     assert (found.equal, found.step, found.who) == (False, 5, ("rank 1",))
     assert found.tensor == "parameters/0.weight"
-    assert f"Different bits after step 5: rank 1 has other bits than {others}." in str(found)
+    assert f"Different bits in step 5: rank 1 has other bits than {others}." in str(found)
     assert "4 steps before are the same." in str(found)
     assert te.diff(paths[0], paths[0]).equal
 

@@ -147,7 +147,7 @@ def test_the_home_works_inside_the_theme(address: str, tmp_path: Path) -> None:
 
 def test_what_is_broken_fails_the_build(tmp_path: Path) -> None:
     root = tmp_path / "copy"
-    for name in ("docs", "notebooks", "reference", "optimized", "examples", "tests/simulator"):
+    for name in ("docs", "notebooks", "reference", "optimized", "examples", "tests/golden", "tests/simulator"):
         shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints"))
     for name in ("mkdocs.yml", "README.md", "CONTRIBUTING.md", "SECURITY.md", "LICENSE", "CITATION.cff", "noxfile.py"):
         shutil.copy(ROOT / name, root)

@@ -16,7 +16,7 @@
     tiny_c: "a tiny C",
     subnormal_c: "a subnormal C",
     huge_c: "a huge C",
-    zeros: "hardly a product",
+    zeros: "nearly all products 0",
     special: "NaN and infinity in a, b",
     special_c: "NaN and infinity in C",
     drawn: "a bell curve, C = 0 (of puzzle 7)",
@@ -231,7 +231,7 @@
       const agree = state.recorded === found.word;
       const verdict =
         state.recorded === null
-          ? line("an H200", "It was not asked for these numbers. The same rule gives every word that one recorded.")
+          ? line("an H200", "It was not asked: no recording has these numbers. The same rule gives every recorded word.")
           : line("an H200", make("code", {}, hex(state.recorded, 8)),
             make("strong", {class: agree ? "right" : "wrong"}, agree ? " the same 32 bits ✓" : " another word ✗"));
       lines.push(verdict);

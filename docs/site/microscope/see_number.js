@@ -160,7 +160,7 @@
     if (x !== undefined) return show(x);
     input.setAttribute("aria-invalid", "true");
     byId("x-note").textContent = input.value.trim()
-      ? "This is no number. Accepted are 0.1, 1e-5, 1/3, 2^-9, inf and nan, among others."
+      ? "This is no number; below is the last one. Accepted are 0.1 (with a point), 1e-5, 1/3, 2^-9, inf and nan."
       : "Type a number.";
   }
 

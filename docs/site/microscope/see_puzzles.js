@@ -26,9 +26,14 @@
   /** In the Worker: the verdict on an answer's text, or what is wrong with the text. */
   function judge(puzzles, name, text) {
     const wanted = name.split(" ")[1];
+    let answer;
     try {
       const found = `typeof ${wanted} === "function" ? ${wanted} : null`;
-      const answer = new Function(`"use strict"; ${text}\n;return ${found};`)();
+      answer = new Function(`"use strict"; ${text}\n;return ${found};`)();
+    } catch (error) {
+      return {solved: false, sentence: `${name}: ${error} (while your text was read)`};
+    }
+    try {
       if (answer === null) return {solved: false, sentence: `${name}: there is no function ${wanted}.`};
       return puzzles.grade(name, answer);
     } catch (error) {

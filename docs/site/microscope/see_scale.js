@@ -189,8 +189,9 @@
   offer(byId("tensor"), Object.entries(TENSORS).map(([key, [text]]) => [key, text]), state.tensor);
   offer(byId("scale-format"), [E4M3, E5M2, E2M1].map((fmt) => [fmt.name, fmt.name]), state.fmt.name);
   byId("histogram-caption").textContent =
-    `How many of ${COUNT.toLocaleString("en-US")} numbers have which |x · scale|; each doubling has the same width. ` +
-    "A mark is a code. Between two marks a number is rounded, left of them it becomes 0, right of them the largest.";
+    `A bar counts those of ${COUNT.toLocaleString("en-US")} numbers with this |x · scale|; each doubling has the same ` +
+    "width. A mark below the bars is a code: a number goes to the nearest mark. In the left zone it becomes 0, in the " +
+    "right zone the largest code.";
   slider.addEventListener("input", () => setScale(Number(slider.value)));
   byId("power").addEventListener("change", redraw);
   byId("tensor").addEventListener("change", (event) => {

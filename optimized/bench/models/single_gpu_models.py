@@ -4,7 +4,7 @@
 
 The loss is BERT's masked one: some words of each sequence are hidden, and the model guesses them. Layers have their
 norms in front, as `TransformerLayer` has, and no dropout. Activations are `[sequence, batch, hidden]`. Everything runs
-on a CPU, too, except kernels of attention, compilers and optimizers that need a GPU: the lesson does so.
+on a CPU, too, except kernels of attention, compilers and optimizers that need a GPU: tests do so.
 """
 
 import contextlib

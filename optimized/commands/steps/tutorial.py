@@ -229,7 +229,7 @@ def run(report: Report, progress: Progress) -> Outcome:
     report.section("One layer, five ways", verdict)
     _write(report, found, exact, equal)
     noise = [sqnr(exact["fc1.weight"], step.results["fc1.weight"]) for step in found]
-    result = f"fused against unfused: {equal}; dw's SQNR: 16 bits {noise[3]:.1f} dB, FP8 {noise[-1]:.1f} dB"
+    result = f"dw's SQNR: 16 bits {noise[3]:.1f} dB, FP8 {noise[-1]:.1f} dB; fused against unfused: {equal}"
     if tally.compared:
         report.text(f"This machine has a Hopper GPU: {tally}, CPU against GPU, over all steps but plain PyTorch's.")
         result += f"; GPU: {tally}"

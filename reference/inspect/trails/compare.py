@@ -61,7 +61,7 @@ def _parted(labels: list[str], states: list[State], steps: list[int], step: int,
     who = [labels[i] for i in others]
     verb = "have" if len(who) > 1 else "has"
     before = [one for one in steps if one < step]
-    since = f"after step {step}" if not before or before[-1] == step - 1 else f"between steps {before[-1]} and {step}"
+    since = f"in step {step}" if not before or before[-1] == step - 1 else f"between steps {before[-1]} and {step}"
     counts = Counter(name.partition("/")[0] for name in differs)
     tensor, index, word = _first(differs, states[most[0]], states[others[0]])
     lines = [
