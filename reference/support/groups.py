@@ -3,6 +3,7 @@
 And what more than one room does with their ranks: bytes to send, the largest of amaxes.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -18,6 +19,16 @@ def name_of(group: Any) -> str:
 def group_of(name: str) -> Any:
     """The process group with that name."""
     return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type,unused-ignore]
+
+
+def are_open(names: Iterable[str | None]) -> bool:
+    """Whether there are process groups, and these are among them; None is any."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return False
+    try:
+        return all(group_of(name) is not None for name in names if name is not None)
+    except (RuntimeError, ValueError):  # it was destroyed
+        return False
 
 
 def bytes_of(x: torch.Tensor) -> torch.Tensor:
