@@ -189,8 +189,6 @@ class Gone:
 
     def __init__(self, ran: Ran) -> None:
         self._membership, (self.tp_name, self.cp_name) = ran.membership, ran.shared_by
-        group = ran.membership.group
-        self._groups = (*ran.shared_by, None if group is None else groups.name_of(group))
         self._sizes = {key: (len(ran.fp8_meta[key].scale), ran.fp8_meta[key].scale.device) for key in KEYS}
 
     @property
@@ -200,7 +198,7 @@ class Gone:
 
     def counts(self) -> bool:
         """Whether its groups are still there."""
-        return groups.are_open(self._groups)
+        return groups.are_open([self._membership.group, self.tp_name, self.cp_name])
 
 
 # A dictionary, because ranks must agree on the order, which is that of construction. A module's membership is an
@@ -217,7 +215,7 @@ def register(module: Any) -> None:
 def _collected(reference: "weakref.ref[Any]") -> None:
     """Forget a module that is gone; of several ranks keep its place."""
     ran = _MODULES.get(reference)
-    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size(None) > 1
     if several and isinstance(ran, Ran) and ran.membership.recipe.history_rows is not None:
         _MODULES[reference] = Gone(ran)
     else:
@@ -289,18 +287,22 @@ def update(forward: bool, thread: int) -> None:
     buckets: list[tuple[Recipe, Any, torch.device, list[FP8TensorMeta]]] = []
     shared: dict[tuple[str, torch.device], list[torch.Tensor]] = {}
     for reference, known in list(_MODULES.items()):
-        living = reference()
-        module: Any = living if living is not None else _MODULES.get(reference)
-        if module is None or module._membership is None or module._membership.thread.number != thread:
+        module: Any = reference()
+        gone = module is None
+        if gone:
+            module = _MODULES.get(reference)  # `known` may be older
+            if not isinstance(module, Gone):
+                continue
+        if module._membership is None or module._membership.thread.number != thread:
             continue
         recipe, group, _ = module._membership
         if recipe.history_rows is None:
             continue
         shared_by = _shared_by(module)
-        if living is None and not module.counts():
-            del _MODULES[reference]
+        if gone and not module.counts():
+            _MODULES.pop(reference, None)
             continue
-        if living is not None and not (isinstance(known, Ran) and known[::2] == (module._membership, shared_by)):
+        if not gone and not (isinstance(known, Ran) and known[::2] == (module._membership, shared_by)):
             _note(module)  # it was compiled when it ran, or got another group since
         meta: FP8TensorMeta = module.fp8_meta[key]
         device = meta.scale.device

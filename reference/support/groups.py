@@ -21,12 +21,12 @@ def group_of(name: str) -> Any:
     return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type,unused-ignore]
 
 
-def are_open(names: Iterable[str | None]) -> bool:
-    """Whether there are process groups, and these are among them; None is any."""
+def are_open(some: Iterable[Any]) -> bool:
+    """Whether there are process groups, and these, or those with these names, are among them; None is the default."""
     if not (dist.is_available() and dist.is_initialized()):
         return False
     try:
-        return all(group_of(name) is not None for name in names if name is not None)
+        return all(group_of(one if isinstance(one, str) else name_of(one)) is not None for one in some)
     except (RuntimeError, ValueError):  # it was destroyed
         return False
 
