@@ -171,8 +171,8 @@ class Membership(NamedTuple):
     thread: Thread
 
 
-class Ran(NamedTuple):
-    """What the registry knows of a module that has run in FP8: its membership, its state, groups that share it."""
+class Updated(NamedTuple):
+    """What the registry knows of a module from its last update: its membership, its state, groups that share it."""
 
     membership: Membership
     fp8_meta: dict[str, Any]
@@ -180,16 +180,17 @@ class Ran(NamedTuple):
 
 
 class Gone:
-    """The place of a module that has run and is gone, where a process group's ranks reduce amaxes together.
+    """The place of a module that was updated and is gone, where a process group's ranks reduce amaxes together.
 
     Garbage is collected at other times on other ranks, and all of them must reduce as many amaxes. So a module keeps
-    its place once it has run, as in Transformer Engine, whose buffers keep the tensors too. Its amaxes are then 0,
-    which change no maximum and no scale (`twin::scale_update`).
+    its place once all of them have reduced its own, as in Transformer Engine, whose buffers keep the tensors too. Its
+    amaxes are then 0, which change no maximum and no scale (`twin::scale_update`).
     """
 
-    def __init__(self, ran: Ran) -> None:
-        self._membership, (self.tp_name, self.cp_name) = ran.membership, ran.shared_by
-        self._sizes = {key: (len(ran.fp8_meta[key].scale), ran.fp8_meta[key].scale.device) for key in KEYS}
+    def __init__(self, last: Updated, world: Any) -> None:
+        self._membership, (self.tp_name, self.cp_name) = last.membership, last.shared_by
+        self._sizes = {key: (len(last.fp8_meta[key].scale), last.fp8_meta[key].scale.device) for key in KEYS}
+        self._world = weakref.ref(world)
 
     @property
     def fp8_meta(self) -> dict[str, FP8TensorMeta]:
@@ -197,13 +198,14 @@ class Gone:
         return {key: FP8TensorMeta.fresh(columns, 1, device) for key, (columns, device) in self._sizes.items()}
 
     def counts(self) -> bool:
-        """Whether its groups are still there."""
-        return groups.are_open([self._membership.group, self.tp_name, self.cp_name])
+        """Whether its groups are still there, and the processes the same."""
+        ours = [self._membership.group, self.tp_name, self.cp_name]
+        return groups.are_open(ours) and self._world() is dist.group.WORLD
 
 
 # A dictionary, because ranks must agree on the order, which is that of construction. A module's membership is an
 # attribute of the module because a compiler can trace that, but no write to this registry.
-_MODULES: "dict[weakref.ref[Any], Ran | Gone | None]" = {}
+_MODULES: "dict[weakref.ref[Any], Updated | Gone | None]" = {}
 
 
 def register(module: Any) -> None:
@@ -214,10 +216,9 @@ def register(module: Any) -> None:
 
 def _collected(reference: "weakref.ref[Any]") -> None:
     """Forget a module that is gone; of several ranks keep its place."""
-    ran = _MODULES.get(reference)
-    several = dist.is_available() and dist.is_initialized() and dist.get_world_size(None) > 1
-    if several and isinstance(ran, Ran) and ran.membership.recipe.history_rows is not None:
-        _MODULES[reference] = Gone(ran)
+    last, world = _MODULES.get(reference), dist.group.WORLD if dist.is_available() else None
+    if isinstance(last, Updated) and world is not None and world.size() > 1:
+        _MODULES[reference] = Gone(last, world)
     else:
         _MODULES.pop(reference, None)
 
@@ -225,10 +226,6 @@ def _collected(reference: "weakref.ref[Any]") -> None:
 def _shared_by(module: Any) -> tuple[str | None, str | None]:
     """The names of the groups whose ranks share a module's weights, and its tokens."""
     return getattr(module, "tp_name", None), getattr(module, "cp_name", None)
-
-
-def _note(module: Any) -> None:
-    _MODULES[weakref.ref(module)] = Ran(module._membership, module.fp8_meta, _shared_by(module))  # the key stays
 
 
 def registered(identity: int) -> Any:
@@ -248,8 +245,6 @@ def join(module: Any, recipe: Recipe, group: Any) -> None:
                 f"has an autocast open; one thread at a time may train a module."
             )
         module._membership = Membership(recipe, group, thread)
-        if not torch.compiler.is_compiling():
-            _note(module)
 
 
 _waiting: set[int] = set()  # numbers of threads whose scales are updated at the end of a step
@@ -302,8 +297,8 @@ def update(forward: bool, thread: int) -> None:
         if gone and not module.counts():
             _MODULES.pop(reference, None)
             continue
-        if not gone and not (isinstance(known, Ran) and known[::2] == (module._membership, shared_by)):
-            _note(module)  # it was compiled when it ran, or got another group since
+        if not gone and not (isinstance(known, Updated) and known[::2] == (module._membership, shared_by)):
+            _MODULES[reference] = Updated(module._membership, module.fp8_meta, shared_by)
         meta: FP8TensorMeta = module.fp8_meta[key]
         device = meta.scale.device
         # Ranks that share tensors have one scale, whatever the recipe says of other groups.
