@@ -169,9 +169,11 @@ class Run:
         each = [te.Sampling(1.0, seed=first + i) for i in range(len(prompts))]
         if self.kind == "other-order":
             self.model.turn_mlps()
-        done = self.generator.generate(prompts, DIGITS, each)
-        if self.kind == "other-order":
-            self.model.turn_mlps()
+        try:
+            done = self.generator.generate(prompts, DIGITS, each)
+        finally:
+            if self.kind == "other-order":
+                self.model.turn_mlps()
         texts = [prompt + one.tokens for prompt, one in zip(prompts, done, strict=True)]
         return torch.tensor(texts), torch.tensor([one.logprobs for one in done]).t().contiguous()
 

@@ -36,12 +36,13 @@ class DraftModel:
         generator, cache = self.generator, self.generator.cache
         found: list[list[int]] = [[] for _ in texts]
         room = min(cache.max_sequence_length, generator.pages.count * generator.pages.size)
-        names = {
-            generator.add(text, min(count, room - len(text))): i
-            for i, (text, count) in enumerate(zip(texts, counts, strict=True))
-            if len(text) < room
-        }
+        room -= generator.bos is not None
         try:
+            names = {
+                generator.add(text, min(count, room - len(text))): i
+                for i, (text, count) in enumerate(zip(texts, counts, strict=True))
+                if len(text) < room
+            }
             while generator.busy:
                 for token in generator.step():
                     found[names[token.name]].append(token.token)

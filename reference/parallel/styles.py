@@ -46,6 +46,7 @@ class LayerParallel(ParallelStyle):
         Raises:
             TypeError: the layer does not take this style.
             ValueError: a size that the ranks cannot divide, or a mesh of several dimensions.
+            NotImplementedError: ranks share the layer's tokens.
         """
         name, style = type(module).__name__, type(self).__name__
         if device_mesh.ndim != 1:
@@ -79,6 +80,11 @@ def share(module: Any, group: Any, mode: str | None, sequence_parallel: bool, so
         for layer, own_mode in parts:
             if layer.tp_size > 1:
                 raise ValueError(f"{type(layer).__name__}: tp_size={layer.tp_size}; a layer that is whole is accepted.")
+            if layer.cp_name is not None and dist.get_world_size(group) > 1:
+                raise NotImplementedError(
+                    f"{type(layer).__name__}: a group that shares its weights with one that shares tokens is not "
+                    f"offered; one of them is accepted."
+                )
             layer.take_tensor_group(group, 1, sequence_parallel)
             if layer.tp_size > 1:
                 layer.divide(own_mode)

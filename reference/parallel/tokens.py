@@ -179,10 +179,18 @@ def share_tokens(model: torch.nn.Module, group: Any) -> None:
         group: a process group; None, or one of one rank, ends it.
 
     Raises:
-        NotImplementedError: a layer that cannot share its tokens; the layers before it have the group.
+        NotImplementedError: a layer that cannot share its tokens. The layers before it have the group, unless it is an
+            operation of `te.ops` that never can (`Bias`, `Dropout`, `Quantize`): then none has.
     """
-    of_model: Any = model.modules()
-    for module in of_model:
+    every: list[Any] = list(model.modules())
+    if group is not None and dist.get_world_size(group) > 1:
+        for module in every:
+            if getattr(module, "one_rank_has_all_tokens", False):
+                raise NotImplementedError(
+                    f"share_tokens: ops.{type(module).__name__} with a group of {dist.get_world_size(group)} ranks is "
+                    f"not offered; a model without it is accepted."
+                )
+    for module in every:
         if hasattr(module, "set_context_parallel_group"):
             module.set_context_parallel_group(group, None, None, "all_gather")
         elif hasattr(module, "take_tokens"):
@@ -193,8 +201,17 @@ def tokens_of_rank(x: torch.Tensor, group: Any) -> torch.Tensor:
     """This rank's tokens of a whole sequence x `[s, ...]`, in the order in which its layers take them.
 
     Transformer Engine's and Megatron-LM's: of 2·t chunks those with the numbers r and 2·t - 1 - r.
+
+    Raises:
+        ValueError: s is no multiple of 2·t.
     """
     if group is None or dist.get_world_size(group) == 1:
         return x
-    chunks = x.chunk(2 * dist.get_world_size(group))
+    count = 2 * dist.get_world_size(group)
+    if x.dim() == 0 or x.shape[0] % count:
+        raise ValueError(
+            f"tokens_of_rank: x has shape {list(x.shape)}, for a group of {count // 2} ranks; [sequence, ...] is "
+            f"accepted, the sequence a multiple of {count}."
+        )
+    chunks = x.chunk(count)
     return torch.cat([chunks[i] for i in chunks_of(groups.name_of(group))])

@@ -2,7 +2,8 @@
 
 State consists of plain fp32 tensors that belong to a module but are not its buffers: `.to(torch.float16)` must not
 round a scale, and DistributedDataParallel must not broadcast one. The registry holds weak references to modules and
-looks their tensors up when it updates, so `.to()` and `copy.deepcopy` leave nothing stale.
+looks their tensors up when it updates, so `.to()` and `copy.deepcopy` leave nothing stale. Where ranks reduce amaxes, a
+module that is gone keeps its place (`Gone`).
 """
 
 import contextlib
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from reference.recipes.base import Recipe
 from reference.recipes.delayed_scaling import reduce_amaxes
@@ -169,15 +171,61 @@ class Membership(NamedTuple):
     thread: Thread
 
 
+class Updated(NamedTuple):
+    """What the registry knows of a module from its last update: its membership, its state, groups that share it."""
+
+    membership: Membership
+    fp8_meta: dict[str, Any]
+    shared_by: tuple[str | None, str | None]
+
+
+class Gone:
+    """The place of a module that was updated and is gone, where a process group's ranks reduce amaxes together.
+
+    Garbage is collected at other times on other ranks, and all of them must reduce as many amaxes. So a module keeps
+    its place once all of them have reduced its own, as in Transformer Engine, whose buffers keep the tensors too. Its
+    amaxes are then 0, which change no maximum and no scale (`twin::scale_update`).
+    """
+
+    def __init__(self, last: Updated, world: Any) -> None:
+        self._membership, (self.tp_name, self.cp_name) = last.membership, last.shared_by
+        self._sizes = {key: (len(last.fp8_meta[key].scale), last.fp8_meta[key].scale.device) for key in KEYS}
+        self._world = weakref.ref(world)
+
+    @property
+    def fp8_meta(self) -> dict[str, FP8TensorMeta]:
+        """A history of one row of zeros, made anew: garbage is no time to allocate."""
+        return {key: FP8TensorMeta.fresh(columns, 1, device) for key, (columns, device) in self._sizes.items()}
+
+    def counts(self) -> bool:
+        """Whether its groups are still there, and the processes the same."""
+        ours = [self._membership.group, self.tp_name, self.cp_name]
+        return groups.are_open(ours) and self._world() is dist.group.WORLD
+
+
 # A dictionary, because ranks must agree on the order, which is that of construction. A module's membership is an
 # attribute of the module because a compiler can trace that, but no write to this registry.
-_MODULES: "dict[weakref.ref[Any], None]" = {}
+_MODULES: "dict[weakref.ref[Any], Updated | Gone | None]" = {}
 
 
 def register(module: Any) -> None:
     """Add a module when it is constructed or copied; it is updated from its first FP8 forward on."""
-    _MODULES[weakref.ref(module, lambda reference: _MODULES.pop(reference, None))] = None
+    _MODULES[weakref.ref(module, _collected)] = None
     module._membership = None
+
+
+def _collected(reference: "weakref.ref[Any]") -> None:
+    """Forget a module that is gone; of several ranks keep its place."""
+    last, world = _MODULES.get(reference), dist.group.WORLD if dist.is_available() else None
+    if isinstance(last, Updated) and world is not None and world.size() > 1:
+        _MODULES[reference] = Gone(last, world)
+    else:
+        _MODULES.pop(reference, None)
+
+
+def _shared_by(module: Any) -> tuple[str | None, str | None]:
+    """The names of the groups whose ranks share a module's weights, and its tokens."""
+    return getattr(module, "tp_name", None), getattr(module, "cp_name", None)
 
 
 def registered(identity: int) -> Any:
@@ -233,17 +281,28 @@ def update(forward: bool, thread: int) -> None:
     key = KEYS[0] if forward else KEYS[1]
     buckets: list[tuple[Recipe, Any, torch.device, list[FP8TensorMeta]]] = []
     shared: dict[tuple[str, torch.device], list[torch.Tensor]] = {}
-    for reference in list(_MODULES):
-        module = reference()
-        if module is None or module._membership is None or module._membership.thread.number != thread:
+    for reference, known in list(_MODULES.items()):
+        module: Any = reference()
+        gone = module is None
+        if gone:
+            module = _MODULES.get(reference)  # `known` may be older
+            if not isinstance(module, Gone):
+                continue
+        if module._membership is None or module._membership.thread.number != thread:
             continue
         recipe, group, _ = module._membership
         if recipe.history_rows is None:
             continue
+        shared_by = _shared_by(module)
+        if gone and not module.counts():
+            _MODULES.pop(reference, None)
+            continue
+        if not gone and not (isinstance(known, Updated) and known[::2] == (module._membership, shared_by)):
+            _MODULES[reference] = Updated(module._membership, module.fp8_meta, shared_by)
         meta: FP8TensorMeta = module.fp8_meta[key]
         device = meta.scale.device
         # Ranks that share tensors have one scale, whatever the recipe says of other groups.
-        for name in filter(None, (getattr(module, "tp_name", None), getattr(module, "cp_name", None))):
+        for name in filter(None, shared_by):
             shared.setdefault((name, device), []).append(meta.amax_history)
         for one, its_group, its_device, metas in reversed(buckets):
             if its_group is group and its_device == device and (one is recipe or one == recipe):

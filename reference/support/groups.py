@@ -3,6 +3,7 @@
 And what more than one room does with their ranks: bytes to send, the largest of amaxes.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -18,6 +19,16 @@ def name_of(group: Any) -> str:
 def group_of(name: str) -> Any:
     """The process group with that name."""
     return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type,unused-ignore]
+
+
+def are_open(some: Iterable[Any]) -> bool:
+    """Whether there are process groups, and these, or those with these names, are among them; None is the default."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return False
+    try:
+        return all(group_of(one if isinstance(one, str) else name_of(one)) is not None for one in some)
+    except (RuntimeError, ValueError):  # it was destroyed
+        return False
 
 
 def bytes_of(x: torch.Tensor) -> torch.Tensor:

@@ -149,6 +149,17 @@ def test_a_model_drafts_for_all_sequences_at_once(in_fp8: bool) -> None:
                 assert [x.token for x in words if x.name == name] == alone(model, prompt, 16, te.Sampling())
         assert draft([1] * (ROOM - 2), 4) == draft([1] * (ROOM - 2), 2)  # its cache has room for no more
         assert draft([1] * ROOM, 4) == []
+        begun = te.DraftModel(small, bos=0, **options)  # which takes a place, too
+        assert len(begun([1] * (ROOM - 2), 4)) == 1
+        assert begun([1] * (ROOM - 1), 4) == []
+
+
+def test_what_a_draft_refuses_does_not_stay_in_its_queue() -> None:
+    draft = te.DraftModel(model_of("plain"), max_batch_size=2, max_sequence_length=ROOM)
+    with pytest.raises(ValueError, match=r"^Generator.add: prompt is empty"):
+        draft.many([[3, 4, 5], []], [2, 2])
+    assert not draft.generator.busy
+    assert len(draft([3, 4, 5], 2)) == 2
 
 
 def test_a_stop_token_ends_a_request_and_a_draft_behind_it_is_forgotten() -> None:

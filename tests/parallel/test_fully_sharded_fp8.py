@@ -1,7 +1,6 @@
 """FSDP2 of weights kept in FP8, over gloo ranks: codes, scales, masters and FP8 state are those of one process."""
 
 import datetime
-import gc
 import traceback
 from pathlib import Path
 from typing import Any
@@ -136,7 +135,6 @@ def looked_at() -> None:
 def worker(rank: int, world: int, starts: dict[str, str], port: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world, timeout=LIMIT)
     failed, found = [], {}
-    gc.freeze()
     for recipe in RECIPES:
         for device in ("cpu", "meta"):
             try:
@@ -145,7 +143,6 @@ def worker(rank: int, world: int, starts: dict[str, str], port: int, folder: str
                 found[recipe, device] = steps(sharded(recipe, device), recipe, numbers, starts.get(recipe), end)
             except Exception:
                 failed.append(f"{recipe} from {device}: {traceback.format_exc()}")
-            gc.collect()  # a module that is alive has scales to update, on all ranks or on none
     try:
         looked_at()
     except Exception:

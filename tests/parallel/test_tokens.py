@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 import torch
 from shared.tensor_ranks import BF16, RECIPES, compare, in_one, numbers, on_ranks
+from torch.distributed.device_mesh import DeviceMesh
 
 import reference as te
+from reference.parallel.styles import RowwiseParallel
 
 
 def cut(x: torch.Tensor, ranks: int) -> torch.Tensor:
@@ -109,6 +111,8 @@ def refused(group: Any, count: int, rank: int) -> dict[str, torch.Tensor]:
     def layer(**more: Any) -> te.TransformerLayer:
         return te.TransformerLayer(32, 64, 2, **more)
 
+    shared = te.Linear(32, 32)
+    te.parallel.share_tokens(shared, group)
     for call, sentence in (
         (lambda: given(layer(), "p2p"), "TransformerLayer: cp_comm_type='p2p' with a cp_group of 2 ranks is not"),
         (lambda: given(layer(attn_input_format="bshd")), "TransformerLayer: attn_input_format='bshd' with a cp_group"),
@@ -129,11 +133,36 @@ def refused(group: Any, count: int, rank: int) -> dict[str, torch.Tensor]:
             lambda: te.parallel.share_tokens(te.Linear(32, 32, tp_size=2, parallel_mode="row"), group),
             "Linear: a group that shares tokens with tp_size=2 is not offered",
         ),
+        (
+            lambda: RowwiseParallel()._apply(shared, DeviceMesh.from_group(group, "cpu")),
+            "Linear: a group that shares its weights with one that shares tokens is not offered",
+        ),
     ):
         with pytest.raises(NotImplementedError, match=f"^{sentence}"):
             call()
+    for operation in (te.ops.Bias(32), te.ops.Dropout(0.1), te.ops.Quantize()):
+        model = te.ops.Sequential(te.ops.Linear(32, 32), operation)
+        with pytest.raises(
+            NotImplementedError, match=rf"^share_tokens: ops.{type(operation).__name__} with a group of"
+        ):
+            te.parallel.share_tokens(model, group)
+        assert model[0].tokens is None
+        te.parallel.share_tokens(model, None)
+    with pytest.raises(ValueError, match=r"^tokens_of_rank: x has shape \[10, 3\], for a group of 2 ranks; "):
+        te.parallel.tokens_of_rank(torch.zeros(10, 3), group)
+    table = te.Embedding(8, 4)
+    te.parallel.share_tokens(table, group)
+    with pytest.raises(
+        ValueError, match=r"^Embedding: input has shape \[128, 2\] with a group that shares tokens; \[s"
+    ):
+        table(torch.zeros(128, 2, dtype=torch.int64))
     one = te.Linear(32, 32)
     te.parallel.share_tokens(one, group)
+    # Each rank refuses, also the one whose own shape is accepted.
+    with pytest.raises(ValueError, match=r"^Linear: inp has shape \[256, 2, 32\] on the group's rank 0 and \[128, 2,"):
+        one(torch.zeros(256 - 128 * rank, 2, 32, dtype=BF16))
+    with pytest.raises(ValueError, match=r"^cross_entropy: logits has shape \[4, 8\] on the group's rank 0 and \[3, 8"):
+        te.cross_entropy(torch.zeros(4 - rank, 8), torch.zeros(4 - rank, dtype=torch.int64), cp_group=group)
     with pytest.raises(ValueError, match=r"^Linear: inp has shape \[128, 2, 32\] with a group that shares tokens; "):
         one(torch.zeros(128, 2, 32, dtype=BF16))
     whole = layer(params_dtype=BF16)

@@ -145,18 +145,22 @@ class TensorParallel:
                         f"128 are accepted."
                     )
 
-    def check_rows_of_tokens(self, argument: str, x: torch.Tensor) -> None:
-        """Refuse a tensor that is no two chunks of tokens, or whose shape differs between ranks."""
-        self.check_whole_chunks(argument, x, type(self).__name__)
-        refuse_beyond_cpu(type(self).__name__, "a group that shares tokens", x.device)
-        check_same_on_ranks(type(self).__name__, argument, x, str(self.cp_name))
+    def check_rows_of_tokens(self, argument: str, x: torch.Tensor, least: int = 2) -> None:
+        """Refuse a tensor that is no two chunks of tokens, or whose shape differs between ranks.
 
-    def check_whole_chunks(self, argument: str, x: torch.Tensor, layer: str) -> None:
+        `least`: how many dimensions it must have; 1 for numbers of tokens, which have no features.
+        """
+        refuse_beyond_cpu(type(self).__name__, "a group that shares tokens", x.device)
+        check_same_on_ranks(type(self).__name__, argument, x, str(self.cp_name))  # first: no rank waits for another
+        self.check_whole_chunks(argument, x, type(self).__name__, least)
+
+    def check_whole_chunks(self, argument: str, x: torch.Tensor, layer: str, least: int = 2) -> None:
         """Refuse a tensor that is no two chunks of tokens; `layer` names the caller."""
-        if x.dim() < 2 or x.shape[0] % (2 * BLOCK):
+        if x.dim() < least or x.shape[0] % (2 * BLOCK):
+            accepted = "[sequence, ..., features]" if least > 1 else "[sequence, ...]"
             raise ValueError(
                 f"{layer}: {argument} has shape {list(x.shape)} with a group that shares tokens; "
-                f"[sequence, ..., features] is accepted, the sequence a multiple of {2 * BLOCK} on each rank."
+                f"{accepted} is accepted, the sequence a multiple of {2 * BLOCK} on each rank."
             )
 
     # --- a whole layer becomes one that ranks share (`reference.parallel.styles`) ---------------------

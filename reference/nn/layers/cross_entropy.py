@@ -116,12 +116,12 @@ def _loss(name: str, logits: Any, target: Any, loss: Loss, group: Any = None, cp
     if cp_group is not None and cp_group.size() > 1:
         refuse_beyond_cpu(name, f"cp_group of {cp_group.size()} ranks", logits.device)
         tokens = Tokens(groups.name_of(cp_group))
+        check_same_on_ranks(name, "logits", logits, tokens.group)  # first: no rank waits for another
         if logits.dim() < 2 or logits.shape[0] % 2:
             raise ValueError(
                 f"{name}: logits have shape {list(logits.shape)} with a cp_group of {cp_group.size()} ranks; "
                 f"[sequence, ..., classes] is accepted, the sequence a multiple of 2."
             )
-        check_same_on_ranks(name, "logits", logits, tokens.group)
     plan = Plan(wanted(rows, target), loss, shard, tokens)
     out: torch.Tensor = differentiable(forward, backward, plan, BlockContext(), rows, target)
     return out.view(logits.shape[:-1]) if loss.kind == "none" else out

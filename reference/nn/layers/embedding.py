@@ -151,7 +151,7 @@ class Embedding(TensorParallel, DeviceDefault, torch.nn.Embedding):
         self._check(input)
         shard = self._shard(input) if self.tp_size > 1 else None
         if self.cp_name is not None:
-            self.check_rows_of_tokens("input", input[..., None])
+            self.check_rows_of_tokens("input", input, 1)
         ids = input.reshape(-1).to(torch.int64)
         weight = self.weight if self.weight.is_contiguous() else self.weight.contiguous()
         padding = -1 if self.padding_idx is None else self.padding_idx

@@ -134,6 +134,8 @@ class Bias(DeviceDefault, torch.nn.Module):
         tensor_parallel, tensor_parallel_group: only one rank is offered.
     """
 
+    one_rank_has_all_tokens = True  # `te.parallel.share_tokens` refuses it
+
     def __init__(
         self,
         size: int,
@@ -166,6 +168,8 @@ class Bias(DeviceDefault, torch.nn.Module):
 class Dropout(DeviceDefault, torch.nn.Module):
     """In training, zeros in place of elements with probability p; the others are scaled
     (`reference.ops.random.dropout`)."""
+
+    one_rank_has_all_tokens = True  # `te.parallel.share_tokens` refuses it
 
     def __init__(self, p: float) -> None:
         check_arguments("ops.Dropout", locals())

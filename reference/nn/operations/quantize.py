@@ -73,6 +73,7 @@ class Quantize(TransformerEngineBaseModule):
 
     keeps_scales = True
     taped = False  # what it gives are no plain tensors
+    one_rank_has_all_tokens = True  # `te.parallel.share_tokens` refuses it
 
     def __init__(self, forward: bool = True, backward: bool = False) -> None:
         check_arguments("ops.Quantize", locals())
