@@ -21,6 +21,7 @@ import torch.multiprocessing
 
 import reference as te
 from reference.parallel import gradient_order
+from reference.support import files
 
 SECONDS = 60  # after which ranks that still run are ended, so that nothing hangs
 METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
@@ -43,7 +44,9 @@ def _work(rank: int, count: int, folder: str, program: Callable[..., Any], argum
     limit = datetime.timedelta(seconds=SECONDS / 2)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=count, timeout=limit)
     try:
-        torch.save(program(rank, count, *arguments), f"{folder}/{rank}.pt")
+        found = program(rank, count, *arguments)
+        with files.replacing(Path(folder, f"{rank}.pt")) as file:
+            torch.save(found, file)
         dist.barrier()
     finally:
         dist.destroy_process_group()

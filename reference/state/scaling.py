@@ -176,7 +176,7 @@ class Updated(NamedTuple):
 
     membership: Membership
     fp8_meta: dict[str, Any]
-    shared_by: tuple[str | None, str | None]
+    shared_by: tuple[str | None, str | None]  # names of the groups that share its weights, and its tokens
 
 
 class Gone:
@@ -221,11 +221,6 @@ def _collected(reference: "weakref.ref[Any]") -> None:
         _MODULES[reference] = Gone(last, world)
     else:
         _MODULES.pop(reference, None)
-
-
-def _shared_by(module: Any) -> tuple[str | None, str | None]:
-    """The names of the groups whose ranks share a module's weights, and its tokens."""
-    return getattr(module, "tp_name", None), getattr(module, "cp_name", None)
 
 
 def registered(identity: int) -> Any:
@@ -281,11 +276,12 @@ def update(forward: bool, thread: int) -> None:
     key = KEYS[0] if forward else KEYS[1]
     buckets: list[tuple[Recipe, Any, torch.device, list[FP8TensorMeta]]] = []
     shared: dict[tuple[str, torch.device], list[torch.Tensor]] = {}
-    for reference, known in list(_MODULES.items()):
+    alone = not (dist.is_available() and dist.is_initialized())
+    for reference in list(_MODULES):  # of keys alone: no object is made, so no garbage is collected meanwhile
         module: Any = reference()
         gone = module is None
         if gone:
-            module = _MODULES.get(reference)  # `known` may be older
+            module = _MODULES.get(reference)
             if not isinstance(module, Gone):
                 continue
         if module._membership is None or module._membership.thread.number != thread:
@@ -293,11 +289,11 @@ def update(forward: bool, thread: int) -> None:
         recipe, group, _ = module._membership
         if recipe.history_rows is None:
             continue
-        shared_by = _shared_by(module)
         if gone and not module.counts():
             _MODULES.pop(reference, None)
             continue
-        if not gone and not (isinstance(known, Updated) and known[::2] == (module._membership, shared_by)):
+        shared_by = (getattr(module, "tp_name", None), getattr(module, "cp_name", None))
+        if not (gone or alone):
             _MODULES[reference] = Updated(module._membership, module.fp8_meta, shared_by)
         meta: FP8TensorMeta = module.fp8_meta[key]
         device = meta.scale.device
