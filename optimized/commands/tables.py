@@ -232,6 +232,9 @@ def summary() -> str:
     left_out = [name for name in old if name in builders]
     if left_out:
         note += f" Left out, since a kernel has changed and they are to be measured again: {', '.join(left_out)}."
+    shown_old = [name for name in old if name not in builders]
+    if shown_old:
+        note += f" **Measured before the last change of their kernels: {', '.join(shown_old)}.**"
     columns = ("on one H200", "Twin Engine, FP8", "compared with", "faster")
     return Table("Speed", columns, tuple(rows), how, note).markdown()
 

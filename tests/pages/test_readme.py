@@ -209,8 +209,11 @@ def test_readme_leaves_out_rows_that_are_older_than_their_kernels(monkeypatch: p
     monkeypatch.setattr(tables, "outdated", lambda: ["trainer"])
     assert "Trainer" not in tables.summary()
     assert "to be measured again: trainer." in tables.summary()
+    monkeypatch.setattr(tables, "outdated", lambda: ["layer", "seeds"])
+    assert "Measured before the last change of their kernels: layer, seeds." in tables.summary()
     monkeypatch.setattr(tables, "outdated", list)
     assert "Trainer" in tables.summary()
+    assert "Measured before" not in tables.summary()
     assert "Left out" not in tables.summary()
 
 
