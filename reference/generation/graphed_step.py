@@ -12,6 +12,7 @@ are those of the last step. The words are those of the step without a graph, sin
 neither on how many there are.
 """
 
+import warnings
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
@@ -83,8 +84,10 @@ class GraphedStep:
             self._pool = torch.cuda.graph_pool_handle()
         graph, waits = torch.cuda.CUDAGraph(), torch.cuda.get_sync_debug_mode()
         try:
-            torch.cuda.set_sync_debug_mode("error")
             try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", UserWarning)  # PyTorch: the mode is a prototype
+                    torch.cuda.set_sync_debug_mode("error")
                 self._forward(tokens)
             finally:
                 torch.cuda.set_sync_debug_mode(waits)
