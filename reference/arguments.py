@@ -76,7 +76,7 @@ class Rule(NamedTuple):
 
 def is_int(x: Any) -> bool:
     """Whether x is an int of Python or NumPy; True and False are not."""
-    return isinstance(x, numbers.Integral) and not isinstance(x, bool)
+    return type(x) is int or (isinstance(x, numbers.Integral) and not isinstance(x, bool))
 
 
 def is_real(x: Any) -> bool:

@@ -45,6 +45,7 @@ _MODULES = (
     "seeds",
     "trainer",
     "decode",
+    "generator",
     "first_step",
 )
 _FOUND = [one.name for one in pkgutil.walk_packages(bench.__path__, f"{bench.__name__}.")]
@@ -150,7 +151,7 @@ GROUPS = (
         "Four bars: a layer's step in compiled PyTorch, Transformer Engine, Twin Engine; its GEMMs and attention alone",
         (
             *("layer", "layer_recipes", "rowwise_torchao", "layer_sweep", "small_layers", "timeline", *DETAILS),
-            *("stats", "decode", "first_step"),
+            *("stats", "decode", "generator", "first_step"),
         ),
         (
             ("layer", "Bars show a layer's step by each contestant, and what our FP8 steps consist of"),

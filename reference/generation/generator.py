@@ -35,7 +35,7 @@ lie, others are gathered in each step (`reference.ops.attentions.attention_paged
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import Any, NamedTuple
 
 import torch
@@ -43,7 +43,7 @@ import torch
 from reference.arguments import MASK_TYPES
 from reference.generation.drafts import prompt_lookup
 from reference.generation.graphed_step import GraphedStep
-from reference.generation.sampling import Sampling, sample
+from reference.generation.sampling import Sampling, on_device, sample
 from reference.nn.attentions.dot_product_attention import DotProductAttention
 from reference.nn.attentions.inference import InferenceParams
 from reference.ops.library import twin
@@ -94,9 +94,10 @@ class _Request:
         return self.first + self.limit - len(self.text)
 
 
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    """With how many equal tokens two texts begin."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+def _common(a: Sequence[int], b: Sequence[int], most: int) -> int:
+    """With how many equal tokens two texts begin, at most `most`."""
+    pairs = enumerate(islice(zip(a, b, strict=False), most))
+    return next((i for i, (x, y) in pairs if x != y), min(len(a), len(b), most))
 
 
 class Generator:
@@ -324,13 +325,14 @@ class Generator:
         """Tokens of a request that are not in the cache."""
         return request.text[self.pages.lengths.get(request.name, 0) :]
 
-    def _new(self, request: _Request) -> list[int]:
-        """Those that a step computes."""
-        return self._missing(request)[: self.prefill_tokens]
-
     def _fits(self, extra: dict[int, list[int]]) -> bool:
         """Whether pages suffice for a step of all running requests with `extra` tokens; prefixes may go for it."""
-        steps = {name: len(self._new(one)) + len(extra.get(name, ())) for name, one in self.running.items()}
+        lengths, piece = self.pages.lengths, self.prefill_tokens
+        steps = {name: len(one.text) - lengths.get(name, 0) for name, one in self.running.items()}
+        if piece is not None:
+            steps = {name: min(n, piece) for name, n in steps.items()}
+        for name in steps.keys() & extra.keys():
+            steps[name] += len(extra[name])
         while self.pages.needed(steps) > len(self.pages.free):
             if not self._kept:
                 return False
@@ -343,7 +345,8 @@ class Generator:
         while self.waiting and len(self.running) < self.cache.max_batch_size:
             one = self.waiting[0]
             source, tokens = self._prefix(one.text)
-            if any(_common(one.text[:-1], r.text) >= tokens + self.pages.size for r in self.running.values()):
+            most = len(one.text) - 1
+            if any(_common(one.text, r.text, most) >= tokens + self.pages.size for r in self.running.values()):
                 return  # this step computes more of its prefix, so the next one need not
             if tokens:
                 self.cache.share(one.name, source, tokens)
@@ -360,13 +363,15 @@ class Generator:
         texts: dict[Any, list[int]] = {**self._kept, **{name: r.text for name, r in self.running.items()}}
         best: tuple[Any, int] = (None, 0)
         for name, length in self.pages.lengths.items():
-            tokens = _common(text[:-1], texts[name][:length])
+            tokens = _common(text, texts[name], min(len(text) - 1, length))
             if tokens >= max(self.pages.size, best[1] + 1):
                 best = (name, tokens)
         return best
 
     def _drafts(self) -> dict[int, list[int]]:
         """Drafts of requests whose prompt is in the cache, for tokens that they may still get beside the next one."""
+        if not self.draft_tokens:
+            return {name: [] for name in self.running}
         counts = {
             name: min(self.draft_tokens, one.left - 1) if len(self._missing(one)) == 1 else 0
             for name, one in self.running.items()
@@ -388,8 +393,10 @@ class Generator:
     def _found(self, drafts: dict[int, list[int]]) -> list[Token]:
         """Run the forward of all running requests and their drafts, and draw."""
         running = list(self.running.values())
-        ready = [len(self._new(one)) == len(self._missing(one)) for one in running]
-        new = [self._new(one) + drafts[one.name] for one in running]
+        missing = [self._missing(one) for one in running]
+        new = [text[: self.prefill_tokens] for text in missing]
+        ready = [len(part) == len(text) for part, text in zip(new, missing, strict=True)]
+        new = [part + drafts[one.name] for part, one in zip(new, running, strict=True)]
         self.cache.pre_step({one.name: len(tokens) for one, tokens in zip(running, new, strict=True)})
         packed = [x for one in new for x in one]
         if self._graphed is not None and len(packed) == len(running):
@@ -402,9 +409,12 @@ class Generator:
         ends = accumulate(map(len, new))
         counts = [1 + len(drafts[one.name]) if last else 0 for one, last in zip(running, ready, strict=True)]
         rows = [end - n + i for end, n in zip(ends, counts, strict=True) for i in range(n)]
-        logits = logits.index_select(0, torch.tensor(rows, dtype=torch.int64, device=logits.device))
+        if rows != list(range(len(logits))):
+            at = torch.tensor(rows, dtype=torch.int64, device="cpu")
+            logits = logits.index_select(0, on_device(at, logits.device))
         settings = [one.sampling for one, n in zip(running, counts, strict=True) for _ in range(n)]
         positions = [len(one.text) + i for one, n in zip(running, counts, strict=True) for i in range(n)]
+        logits = logits.contiguous()
         chosen = sample(logits, settings, positions)
         losses, _, _ = twin.cross_entropy(logits, chosen, _NO_TARGET, 0.0)
         pairs = iter(zip(chosen.tolist(), (-losses).tolist(), strict=True))

@@ -58,6 +58,11 @@ class Sampling:
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1)
 
 
+def on_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy of a tensor of the CPU; nobody waits for what a GPU still has to do."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+
+
 def uniform(seeds: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
     """u, float64 `[rows]` on the CPU: of each row's seed and its sequence's length."""
     key, at, low = np.array(seeds, np.uint64), np.array(positions, np.uint64), np.uint64(0xFFFFFFFF)
@@ -88,12 +93,14 @@ def sample(logits: torch.Tensor, settings: Sequence[Sampling], positions: Sequen
     device = logits.device
 
     def column(values: Any, dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype, device="cpu").to(device)
+        return on_device(torch.tensor(values, dtype=dtype, device="cpu"), device)
 
     weights = twin.token_weights(logits, column([one.temperature for one in settings], torch.float32))
+    if not any(one.temperature for one in settings):
+        return weights.argmax(1)  # of each row one token alone has a weight
     if sorts := [row for row, one in enumerate(settings) if one.sorts]:
         limits = [settings[row] for row in sorts]
         rows = column(sorts, torch.int64)
         top_k, top_p = column([x.top_k for x in limits], torch.int64), column([x.top_p for x in limits], torch.float64)
         weights.index_copy_(0, rows, kept(weights.index_select(0, rows), top_k, top_p))
-    return drawn(weights, uniform([one.seed for one in settings], positions).to(device))
+    return drawn(weights, on_device(uniform([one.seed for one in settings], positions), device))

@@ -1,6 +1,7 @@
 """A step of one token is replayed for other tokens, places and batch sizes, and no word changes."""
 
 import copy
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from shared.text_models import ROOM, alone, check, model_of
 import optimized  # noqa: F401  (registers the CUDA implementations)
 import reference as te
 from reference.generation.graphed_step import Captured, GraphedStep, rows_of
+from reference.nn.attentions.fixed_step import FixedStep, Places
 
 PROMPTS = [[2, 3, 4], list(range(2, 40)), [5], [*range(2, 39), 3], [7, 7]]
 EACH = [te.Sampling(), te.Sampling(0.8, 10, 0.9, 3), te.Sampling(1.0, seed=4), te.Sampling(), te.Sampling(2.0, seed=9)]
@@ -177,3 +179,28 @@ def test_only_a_gpu_has_graphs() -> None:
     assert isinstance(made._graphed, GraphedStep)
     assert not made._graphed.can_capture(torch.device("cpu"))
     assert generator(model_of("plain"), cuda_graphs=False)._graphed is None
+
+
+def test_a_step_of_fixed_tensors_forgets_what_the_step_before_it_had() -> None:
+    """Its page table is written where it changes; sequences may come, go, move to other rows, and lose pages."""
+    rows, columns, draw = 4, 3, random.Random(1)
+    used = FixedStep(rows, columns, torch.device("cpu"))
+    for _ in range(40):
+        count = draw.randint(1, rows)
+        pages = [[draw.randrange(3) for _ in range(draw.randint(1, columns))] for _ in range(count)]
+        places = Places([draw.randint(1, 9) for _ in pages], pages, [draw.randrange(9) for _ in pages])
+        tokens = [draw.randrange(50) for _ in pages]
+        used.fill(tokens, places)
+        fill = [*range(count), *[0] * (rows - count)]
+        table = [[*pages[i], *[0] * (columns - len(pages[i]))] for i in fill]
+        positions, into, _, _, found, steps, lengths, starts = used.tensors
+        assert found.tolist() == table
+        assert used.tokens.tolist() == [tokens[i] for i in fill]
+        assert used.places.tolist() == positions.tolist() == [places.lengths[i] - 1 for i in fill]
+        assert into.tolist() == [places.rows[i] for i in fill]
+        assert lengths.tolist() == [places.lengths[i] for i in fill]
+        assert (steps.tolist(), starts.tolist()) == ([1] * rows, list(range(rows + 1)))
+        if draw.random() < 0.3:  # a page table is changed where it lies, as `Pages.extend` does
+            pages[0][-1] += 1
+            used.fill(tokens, places)
+            assert used.tensors[4][0, len(pages[0]) - 1] == pages[0][-1]

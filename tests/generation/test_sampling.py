@@ -149,3 +149,14 @@ def test_numbers_of_many_rows_are_those_of_each() -> None:
     seeds, positions = [0, 7, 2**32 + 5, 2**63, 2**64 - 1], [0, 1, 12345, 2**31, 2**33 + 1]
     words = [int(philox.element_words(seed, at, 1)[0][0]) for seed, at in zip(seeds, positions, strict=True)]
     assert uniform(seeds, positions).tolist() == [word / 2**32 for word in words]
+
+
+def test_the_likeliest_token_is_what_a_draw_gives() -> None:
+    """Where all settings are greedy, no sum of weights is made; beside a setting that draws, one is."""
+    nan, inf = math.nan, math.inf
+    logits = torch.tensor([[1.0, 3.0, 3.0], [nan, -1.0, -2.0], [-inf, -inf, -inf], [nan, nan, nan], [0.0, inf, inf]])
+    greedy = [Sampling(seed=i) for i in range(len(logits))]
+    alone = sample(logits, greedy, range(5))
+    both = sample(torch.cat([logits, logits[:1]]), [*greedy, Sampling(1.0)], range(6))
+    assert alone.tolist() == both[:5].tolist() == [1, 1, 0, 0, 1]
+    assert alone.dtype == both.dtype == torch.int64

@@ -38,24 +38,34 @@ class FixedStep:
     def __init__(self, rows: int, columns: int, device: torch.device) -> None:
         self.rows, self.columns = rows, columns
         with torch.inference_mode(False):
-            self._long, (self.tokens, self.places, into) = _parts((rows, rows, rows), torch.int64, device)
-            sizes = (rows, rows * columns, rows, rows, rows + 1)
-            self._int, (positions, table, steps, lengths, starts) = _parts(sizes, torch.int32, device)
+            longs, ints = (rows, rows, rows), (rows, rows * columns, rows, rows, rows + 1)
+            self._long, (self.tokens, self.places, into) = _parts(longs, torch.int64, device)
+            self._int, (positions, table, steps, lengths, starts) = _parts(ints, torch.int32, device)
+            # The same on the host, where a step changes what is new.
+            self._host_long, here = _parts(longs, torch.int64, torch.device("cpu"))
+            self._host_int, there = _parts(ints, torch.int32, torch.device("cpu"))
         table = table.view(rows, columns)
         self.tensors: Any = (positions, into, None, None, table, steps, lengths, starts)
+        self._new_tokens, self._places, self._into = (x.numpy() for x in here)
+        self._positions, flat, ones, self._lengths, order = (x.numpy() for x in there)
+        self._table = flat.reshape(rows, columns)
+        ones[:], order[:] = 1, np.arange(rows + 1)
+        self._pages: list[list[int]] = [[] for _ in range(rows)]  # what the rows of the table hold
 
     def fill(self, tokens: list[int], places: Places) -> None:
         """Let the next forward be of these tokens of the batch's sequences: two copies from the host."""
-        more, own = self.rows - len(tokens), np.array(places.lengths)
-        table = np.zeros((len(tokens), self.columns), np.int64)
-        for row, pages in zip(table, places.pages, strict=True):
-            row[: len(pages)] = pages
-
-        def repeated(*each: Any) -> list[np.ndarray]:
-            return [np.concatenate([x, np.repeat(x[:1], more, 0)]) for x in each]
-
-        _copy(repeated(np.array(tokens), own - 1, np.array(places.rows)), self._long)
-        _copy([*repeated(own - 1, table, np.ones_like(own), own), np.arange(self.rows + 1)], self._int)
+        count = len(tokens)
+        self._new_tokens[:count], self._lengths[:count], self._into[:count] = tokens, places.lengths, places.rows
+        for part in (self._new_tokens, self._lengths, self._into):
+            part[count:] = part[0]
+        np.subtract(self._lengths, 1, out=self._positions)
+        self._places[:] = self._positions
+        for row, pages in enumerate([*places.pages, *places.pages[:1] * (self.rows - count)]):
+            if pages != self._pages[row]:  # most steps change no row of the table, or few
+                self._table[row, : len(pages)], self._table[row, len(pages) :] = pages, 0
+                self._pages[row] = pages.copy()
+        self._long.copy_(self._host_long)
+        self._int.copy_(self._host_int)
 
 
 def _room(size: int) -> int:
@@ -70,9 +80,3 @@ def _parts(
     buffer = torch.zeros(sum(map(_room, sizes)), dtype=dtype, device=device)
     rooms = buffer.split([_room(size) for size in sizes])
     return buffer, tuple(room[:size] for room, size in zip(rooms, sizes, strict=True))
-
-
-def _copy(parts: list[np.ndarray], buffer: torch.Tensor) -> None:
-    """Fill a buffer of `_parts`."""
-    found = [np.pad(x.reshape(-1), (0, _room(x.size) - x.size)) for x in parts]
-    buffer.copy_(torch.from_numpy(np.concatenate(found)).to(buffer.dtype))

@@ -35,13 +35,13 @@ class Pages:
 
     def needed(self, steps: Mapping[Hashable, int], ended: Iterable[Hashable] = ()) -> int:
         """How many free pages `extend` takes for these new tokens, after `drop` of those that have ended."""
-        lost = Counter(page for name in ended for page in self.of[name])  # owners, by page
+        lost: dict[int, int] = Counter(page for name in ended for page in self.of[name])  # owners, by page
         found = 0
         for name, new in steps.items():
             length, pages = self.lengths.get(name, 0), self.of.get(name, [])
             found += -(-(length + new) // self.size) - len(pages)
-            if new and length % self.size and self._owners[pages[-1]] - lost[pages[-1]] > 1:
-                lost[pages[-1]] += 1
+            if new and length % self.size and self._owners[pages[-1]] - lost.get(pages[-1], 0) > 1:
+                lost[pages[-1]] = lost.get(pages[-1], 0) + 1
                 found += 1
         return found - sum(self._owners[page] == count for page, count in lost.items())
 

@@ -1,0 +1,139 @@
+"""`twin bench generator`: all of it small and on the CPU, and its tables."""
+
+import json
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from shared import training_text
+
+from optimized.bench.models import generator
+from optimized.bench.models import generator_contestants as contestants
+from optimized.training.settings import Settings
+
+CASE = replace(generator.CASE, hidden=64, ffn=64, heads=4, kv_heads=2, sequence=128)
+SMALL: dict[str, Any] = {"LAYERS": 1, "PAIRS": ((1, 112), (2, 112)), "THEIR_PAIRS": (), "STEPS": 1}
+SMALL |= {"UNCOUNTED": 0, "SEQUENCES": 3, "LENGTHS": (3, 140)}
+
+
+def run(**options: Any) -> dict[str, Any]:
+    nothing: dict[str, Any] = {"synchronize": lambda: None, "reset_peak_memory_stats": lambda: None}
+    nothing |= {"memory_allocated": lambda: 1 << 20, "max_memory_allocated": lambda: 3 << 20}
+    settings = Settings(sequence=16, hidden=32, rows=2, layers=1, precision="delayed")
+    with mock.patch.multiple(generator, **SMALL), mock.patch.multiple(torch.cuda, **nothing):
+        found = generator.run(
+            **{"repeats": 1, "case": CASE, "vocabulary": 64, "settings": settings, "text": training_text.corpus()},
+            **{"device": "cpu", **options},
+        )
+    return json.loads(json.dumps(found))  # type: ignore[no-any-return]
+
+
+def test_the_whole_benchmark_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+    told: list[float] = []
+    payload = run(progress=told.append)
+    said = capsys.readouterr().out
+    assert told == sorted(told)
+    assert told[-1] <= 1
+    assert payload["missing"].keys() <= {generator.THEIRS}  # where transformers is not installed
+    names = (generator.OURS, generator.OURS_16, generator.LOOP, generator.LOOP_16)
+    ours = [(row["name"], row["batch"], row["context"]) for row in payload["rows"]]
+    assert ours == [(name, batch, 112) for batch in (1, 2) for name in names]
+    for row in payload["rows"]:
+        assert row["tokens_per_second"] == pytest.approx(row["batch"] / row["ms"]["median"] * 1e3)
+        assert f"batch {row['batch']}, context 112, {row['name']}" in said
+    memory = {row["name"]: row for row in payload["memory"]["rows"]}
+    tokens, each = payload["memory"]["tokens"], 2 * 2 * 16 * 2  # keys and values, 2 heads of 16 channels, bf16
+    assert memory["without pages"]["bytes"] == 3 * 140 * each
+    assert tokens * each <= memory["in pages"]["bytes"] < (tokens + 3 * 128) * each
+    assert memory["in pages, FP8"]["bytes"] == memory["in pages"]["bytes"] * (16 + 4) // 32
+    assert all(row["peak_bytes"] == 2 << 20 for row in memory.values())
+    assert payload["trail"]["ratio"] > 0
+    assert payload["trail"]["bytes_a_step"] > 0
+    titles = [one.title for one in generator.tables(payload)]
+    assert titles == [
+        *("Decoding with te.Generator", "The price of a written order", "A cache in pages", "What a trail costs")
+    ]
+
+
+@pytest.mark.integration
+@pytest.mark.filterwarnings("ignore")  # of the libraries
+@torch.no_grad()
+def test_hugging_faces_model_goes_on_from_a_filled_cache() -> None:
+    pytest.importorskip("transformers")
+    model = contestants.their_model(CASE, 1, 64, "cpu")
+    entrant = contestants.HuggingFace(model, CASE, 2, 112, backend="eager")
+    assert int(entrant.cache.get_seq_length()) == 112 - contestants.LEFT + 3
+    entrant.block(2)
+    assert int(entrant.cache.get_seq_length()) == 112 - contestants.LEFT + 5
+    now = generator._Run(1e9)
+    small = mock.patch.multiple(generator, **{**SMALL, "THEIR_PAIRS": ((2, 112),)})
+    with small, mock.patch.object(torch.cuda, "synchronize"):
+        (row,) = generator.theirs(now, CASE, 64, 1, "cpu", backend="eager")
+    assert (row["name"], row["batch"], row["context"]) == (generator.THEIRS, 2, 112)
+    assert not now.missing
+
+
+def test_a_part_that_fails_or_comes_too_late_leaves_a_sentence() -> None:
+    with mock.patch.object(generator, "Loop", side_effect=RuntimeError("no loop\nat all")):
+        payload = run()
+    assert payload["missing"][f"{generator.LOOP}, batch 1, context 112"] == "RuntimeError: no loop"
+    assert {row["name"] for row in payload["rows"]} >= {generator.OURS, generator.OURS_16}
+    assert generator.tables(payload)
+    late = run(seconds=-1.0)
+    assert late["rows"] == []
+    assert late["memory"] is late["trail"] is None
+    assert late["missing"]["trail"].startswith("TimeoutError: the time of the run")
+    assert generator.tables(late) == []
+
+
+def test_the_speed_is_compared_with_the_better_of_the_others() -> None:
+    names = {generator.OURS: 2.0, generator.OURS_16: 4.0, generator.LOOP: 1.0, generator.LOOP_16: 3.0}
+    names[generator.THEIRS] = 5.0
+    rows = [
+        {"name": name, "batch": 1, "context": 2048, "tokens_per_second": 1e3 / ms, "ms": {"median": ms}}
+        for name, ms in names.items()
+    ]
+    times = {"in order": 90.0, "flash": 30.0, "cuDNN": 45.0}
+    payload: dict[str, Any] = {
+        **{"rows": rows, "memory": None, "trail": None, "transformers": "5.0", "sizes": {"layers": 4, "vocabulary": 9}},
+        "attention": [{"name": name, "context": 2048, "us": {"median": us}} for name, us in times.items()],
+        "provenance": {"date": "2026-01-02T03:04:05", "cuda": "13", "torch": "2", "cupy": "14", "kernels": {}},
+    }
+    decoding, price = generator.tables(payload)
+    assert decoding.rows == (("batch 1, 2,048 tokens", "500", "250", "333", "200", "1.50×", "0.75×"),)
+    assert price.rows == (("2,048 tokens", "2.00×", "1.33×", "90", "30", "45", "3.0×"),)
+
+
+@torch.no_grad()
+def test_the_plain_loop_decodes_as_a_layer_of_plain_pytorch() -> None:
+    """The last of the cache's places: then all that attention without a mask reads are tokens."""
+    from optimized.bench.layers.layer_models import Llama
+
+    with mock.patch.object(contestants, "LEFT", 1):
+        weights = contestants.Weights(CASE, 1, 64, False, "cpu")
+        loop = contestants.Loop.__new__(contestants.Loop)
+        loop.weights, loop.at = weights, torch.tensor([7])
+        loop.parts = (contestants.before_attention, contestants.after_attention)
+        loop.caches = [[torch.randn(2, 2, 8, 16).bfloat16() for _ in range(2)]]
+        loop.tokens = torch.tensor([3, 4])
+        model = Llama(replace(CASE, sequence=8)).bfloat16()
+        with torch.no_grad():
+            for name, value in zip(("qkv", "projection", "fc1", "fc2"), weights.layers[0], strict=True):
+                getattr(model, name).weight.copy_(value)
+        keys, values = (one.clone() for one in loop.caches[0])
+        h = torch.nn.functional.embedding(loop.tokens, weights.table)[None]
+        loop.forward()
+        q, k, v = model.qkv(model.ln1(h)).unflatten(2, (-1, 16)).split((4, 2, 2), 2)
+        turns = [one[7:8] for one in model.turns]
+        q, k = contestants.turned(q, *turns), contestants.turned(k, *turns)
+        keys[:, :, 7], values[:, :, 7] = k[0], v[0]
+        torch.testing.assert_close(loop.caches[0][0], keys)
+        out = torch.nn.functional.scaled_dot_product_attention(q[0][:, :, None], keys, values, enable_gqa=True)
+        h = h + model.projection(out[:, :, 0].reshape(h.shape))
+        first, second = model.fc1(model.ln2(h)).chunk(2, 2)
+        h = h + model.fc2(torch.nn.functional.silu(first) * second)
+        logits = torch.nn.functional.rms_norm(h[0], (64,), weights.norm, 1e-5) @ weights.head.t()
+        assert loop.tokens.tolist() == logits.argmax(1).tolist()
+        assert loop.at.tolist() == [8]
