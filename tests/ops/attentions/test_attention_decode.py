@@ -1,0 +1,153 @@
+"""Few queries of many keys: the kernels that share keys among blocks of threads have the definition's words."""
+
+from typing import Any
+
+import pytest
+import simulator
+import torch
+from shared.attention_cases import Case, inputs, to_cuda
+from shared.attention_packed_cases import int32
+from shared.bits import assert_same_bits
+from simulator import Simulator
+
+import optimized  # noqa: F401  (registers the CUDA implementations)
+from optimized.ops.attentions import attention_decode
+from reference.ops.attentions.attention_options import Options
+
+twin = torch.ops.twin
+WHEN = {"at once": simulator.AT_ONCE, "late": simulator.LATE, "at random": simulator.AT_RANDOM}
+
+
+@pytest.fixture(autouse=True)
+def however_few_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_decode, "LEAST_KEYS", 1)
+    monkeypatch.setattr(attention_decode, "WAVES", 1000)
+
+
+def forward(case: Case, given: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+    rest = (case.softmax_scale, case.mask_type, *case.window, given["mask"], case.dropout, given["rng_state"])
+    more = [given[name] for name in ("bias", "slopes", "sinks", "q_lengths", "kv_lengths")]
+    return twin.attention(given["q"], given["k"], given["v"], *rest, *more)  # type: ignore[no-any-return]
+
+
+def compare(case: Case, when: int = simulator.LATE) -> None:
+    given = inputs(case)
+    expected = forward(case, given)
+    with Simulator(3, when) as gpu:
+        found = forward(case, given)
+    assert gpu.launches == ["attention_decode.attention_scores", "attention_decode.attention_chain"]
+    for name, one, other in zip(("out", "m", "inv"), expected, found, strict=True):
+        assert_same_bits(one, other, f"{name} of {case}")
+
+
+@pytest.mark.simulated
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("when", WHEN.values(), ids=WHEN)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(sq=1, skv=1, d=8),
+        Case(b=2, hkv=2, group=4, sq=1, skv=1100, d=128),
+        Case(group=3, sq=5, skv=700, d=64, mask_type="causal_bottom_right", dtype=torch.float16),
+        Case(hkv=2, group=2, sq=4, skv=515, d=72, e=40, window=(130, 60), layout="sbhd"),
+        Case(b=2, group=8, sq=4, skv=300, d=200, e=256, sinks=True, mask_type="causal"),
+        Case(b=3, hkv=2, group=2, sq=2, skv=400, d=64, lengths="both", sinks=True, mask_type="causal_bottom_right"),
+        Case(b=3, group=2, sq=3, skv=260, d=64, lengths="keys", window=(7, 3), layout="bshd"),
+        Case(sq=8, skv=900, d=64, window=(40, 0), scale=30.0),
+        Case(b=2, hkv=2, group=4, sq=1, skv=300, d=64, mask="padding"),
+        Case(b=2, hkv=2, group=2, sq=3, skv=300, d=64, mask="arbitrary", mask_type="causal_bottom_right"),
+        Case(group=2, sq=3, skv=200, d=64, mask="everything", dtype=torch.float16),
+    ],
+    ids=str,
+)
+def test_every_bit(case: Case, when: int) -> None:
+    compare(case, when)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 4, 8, 9, 16, 17, 32])
+def test_every_bit_on_a_gpu(rows: int, device: torch.device) -> None:
+    case = Case(b=3, hkv=2, group=1, sq=rows, skv=5000, d=128, mask_type="causal_bottom_right", seed=rows)
+    given = inputs(case)
+    found = forward(case, {name: to_cuda(x) for name, x in given.items()})
+    for name, one, other in zip(("out", "m", "inv"), forward(case, given), found, strict=True):
+        assert_same_bits(one, other.cpu(), f"{name} of {rows} rows")
+
+
+QUERIES, LENGTHS = (1, 3, 0, 2, 1), (261, 3, 0, 128, 130)
+
+
+def numbers(seed: int, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def in_pages(group: int, d: int, e: int, page_size: int, mask: str, window: tuple[int, int], sinks: bool) -> list[Any]:
+    """Arguments of `attention_paged`; pages are in no order, and NaN lies where no key does."""
+    columns = -(-max(LENGTHS) // page_size)
+    table = torch.randperm(columns * len(LENGTHS), generator=torch.Generator().manual_seed(5)).int()
+    table = table.view(len(LENGTHS), columns)
+    k, v = (numbers(seed, table.numel(), page_size, 2, x) for seed, x in ((2, d), (3, e)))
+    for pages, length in zip(table.tolist(), LENGTHS, strict=True):
+        for n, page in enumerate(pages):
+            for x in (k, v):
+                x[page, max(length - n * page_size, 0) :] = torch.nan
+    starts = int32(0, *torch.tensor(QUERIES).cumsum(0).tolist())
+    q = numbers(1, int(starts[-1]) + 2, 2 * group, d)  # two rows are of no sequence
+    where = (int32(*QUERIES), int32(*LENGTHS), starts, max(QUERIES), max(LENGTHS))
+    return [q, k, v, table, 0.125, mask, *window, *where, numbers(4, 2 * group, dtype=torch.float32) if sinks else None]
+
+
+PAGES: list[Any] = [
+    (2, 128, 128, 128, "causal_bottom_right", (-1, -1), False),
+    (4, 64, 64, 256, "causal_bottom_right", (40, 0), True),
+    (1, 192, 128, 128, "none", (-1, -1), False),
+    (2, 64, 80, 48, "causal_bottom_right", (-1, -1), False),
+]
+
+
+@pytest.mark.simulated
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", PAGES, ids=str)
+def test_pages(case: Any, device: torch.device) -> None:
+    given = in_pages(*case)
+    expected = twin.attention_paged(*given)
+    found = twin.attention_paged(*[x.to(device) if isinstance(x, torch.Tensor) else x for x in given])
+    for name, one, other in zip(("out", "m", "inv"), expected, found, strict=True):
+        assert_same_bits(one, other.cpu(), name)
+
+
+@pytest.mark.simulated
+def test_no_number_hides_what_is_infinite() -> None:
+    case = Case(b=2, hkv=2, group=2, sq=2, skv=300, d=64)
+    given: dict[str, Any] = inputs(case)
+    given["q"][0, 0, 0, 3] = torch.inf
+    given["k"][0, 1, 290], given["v"][1, 0, 140, 7] = torch.nan, -torch.inf
+    expected = forward(case, given)
+    with Simulator():
+        found = forward(case, given)
+    assert expected[0].isnan().any()
+    for one, other in zip(expected, found, strict=True):
+        assert torch.equal(one.isnan(), other.isnan())
+        assert_same_bits(one.nan_to_num(), other.nan_to_num())
+
+
+def test_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few queries of many keys, where heads leave multiprocessors idle."""
+
+    def takes(**more: Any) -> bool:
+        given: dict[str, Any] = inputs(case := Case(**{"b": 2, "hkv": 2, "sq": 1, "skv": 128} | more))
+        options = Options(case.softmax_scale, "none", -1, -1, given["mask"], case.dropout, bias=given["bias"])
+        return attention_decode.takes(given["q"], given["k"], options, 3)
+
+    assert takes()
+    assert takes(sq=32)
+    assert takes(mask="arbitrary")
+    assert not takes(sq=33)
+    assert not takes(group=8, sq=5)
+    assert not takes(dropout=0.5)
+    assert not takes(bias="11ss")
+    monkeypatch.setattr(attention_decode, "WAVES", 1)
+    assert not takes()
+    assert takes(b=1)
+    monkeypatch.setattr(attention_decode, "LEAST_KEYS", 129)
+    assert not takes(b=1)
