@@ -62,7 +62,6 @@ def kernels(dtype: torch.dtype, rows: int, codes: bool) -> tuple[launch.Kernel, 
 
 
 CONFIGURATIONS = [kernels(dtype, rows, False)[0].configuration for dtype, rows in itertools.product(FORMATS, ROWS)]
-CONFIGURATIONS += [kernels(torch.bfloat16, rows, True)[0].configuration for rows in ROWS]
 
 
 def rows_of(q: torch.Tensor, k: torch.Tensor, options: Options) -> int:
@@ -71,12 +70,15 @@ def rows_of(q: torch.Tensor, k: torch.Tensor, options: Options) -> int:
     return h // heads * sq
 
 
+def can(q: torch.Tensor, k: torch.Tensor, options: Options) -> bool:
+    """Whether these kernels could attend: few queries, and no bias or dropout."""
+    return 0 < rows_of(q, k, options) <= ROWS[-1] and not options.biased and not threshold(options.dropout)
+
+
 def takes(q: torch.Tensor, k: torch.Tensor, options: Options, processors: int) -> bool:
-    """Whether these kernels attend: few queries, many keys, and fewer heads than keep the GPU busy."""
+    """Whether they do: many keys, and fewer heads than keep the GPU busy."""
     b, h, _, _, skv = sizes(q, k, options)
-    plain = not options.biased and not threshold(options.dropout)
-    few = 0 < rows_of(q, k, options) <= ROWS[-1] and b * h <= WAVES * processors
-    return plain and few and skv >= LEAST_KEYS
+    return can(q, k, options) and skv >= LEAST_KEYS and b * h <= WAVES * processors
 
 
 def tensor_map(x: torch.Tensor) -> TensorMap:

@@ -1,5 +1,6 @@
 """Few queries of many keys: the kernels that share keys among blocks of threads have the definition's words."""
 
+import re
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ from simulator import Simulator
 
 import optimized  # noqa: F401  (registers the CUDA implementations)
 from optimized.ops.attentions import attention_decode
+from reference.nn.attentions.fp8_keys_values import codes_of
 from reference.ops.attentions.attention_options import Options
+from reference.ops.attentions.attention_paged_codes import numbers_of
 
 twin = torch.ops.twin
 WHEN = {"at once": simulator.AT_ONCE, "late": simulator.LATE, "at random": simulator.AT_RANDOM}
@@ -114,6 +117,59 @@ def test_pages(case: Any, device: torch.device) -> None:
     found = twin.attention_paged(*[x.to(device) if isinstance(x, torch.Tensor) else x for x in given])
     for name, one, other in zip(("out", "m", "inv"), expected, found, strict=True):
         assert_same_bits(one, other.cpu(), name)
+
+
+def of_codes(given: list[Any]) -> list[Any]:
+    """The same arguments of `attention_paged_codes`, but for the casts; NaN rows have NaN codes, or NaN scales."""
+    (k, k_scales), (v, v_scales) = (codes_of(x) for x in given[1:3])
+    return [given[0], k, v, k_scales, v_scales, *given[3:]]
+
+
+@pytest.mark.simulated
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [*PAGES[:2], (3, 16, 144, 384, "none", (-1, -1), True), PAGES[3]], ids=str)
+def test_codes_in_pages(case: Any, device: torch.device) -> None:
+    given = of_codes(in_pages(*case))
+    numbers = [numbers_of(codes, scales) for codes, scales in zip(given[1:3], given[3:5], strict=True)]
+    expected = twin.attention_paged(given[0], *numbers, *given[5:])
+    there = [x.to(device) if isinstance(x, torch.Tensor) else x for x in given]
+    for found in (twin.attention_paged_codes(*given), twin.attention_paged_codes(*there)):
+        for name, one, other in zip(("out", "m", "inv"), expected, found, strict=True):
+            assert_same_bits(one, other.cpu(), name)
+
+
+@pytest.mark.simulated
+@pytest.mark.parametrize("when", WHEN.values(), ids=WHEN)
+def test_codes_are_read_where_they_lie(when: int) -> None:
+    """With any scales, those of a far smaller or larger row among them."""
+    given = of_codes(in_pages(2, 128, 128, 128, "causal_bottom_right", (-1, -1), False))
+    for scales in given[3:5]:
+        scales[:, ::3] *= 2.0**-20
+        scales[:, 1::7] *= 2.0**9
+    expected = twin.attention_paged_codes(*given)
+    with Simulator(2, when) as gpu:
+        found = twin.attention_paged_codes(*given)
+    assert gpu.launches[:2] == ["attention_decode.attention_scores", "attention_decode.attention_chain"]
+    assert gpu.launches[2:] == ["attention_gaps.attention_gaps"]
+    for name, one, other in zip(("out", "m", "inv"), expected, found, strict=True):
+        assert_same_bits(one, other, name)
+
+
+@pytest.mark.parametrize(
+    ("place", "wrong", "sentence"),
+    [
+        (0, torch.zeros(9, 4, 64, dtype=torch.float16), "q must be torch.bfloat16, which holds what codes stand for"),
+        (1, numbers(1, 15, 128, 2, 64), "k must be torch.float8_e4m3fn [pages, page_size, key heads, head_dim]"),
+        (3, torch.ones(15, 128), "k_scales must be contiguous torch.float32 [15, 128, 2] on cpu; got"),
+        (4, torch.ones(15, 128, 2, dtype=torch.float64), "v_scales must be contiguous torch.float32 [15, 128, 2]"),
+        (5, torch.full((5, 3), 15, dtype=torch.int32), "page_table[0, 0] is 15; 0 to 14 are accepted."),
+    ],
+)
+def test_what_is_refused(place: int, wrong: torch.Tensor, sentence: str) -> None:
+    given = of_codes(in_pages(2, 64, 64, 128, "none", (-1, -1), False))
+    given[place] = wrong
+    with pytest.raises((ValueError, IndexError), match="^twin::attention_paged_codes: " + re.escape(sentence)):
+        twin.attention_paged_codes(*given)
 
 
 @pytest.mark.simulated
