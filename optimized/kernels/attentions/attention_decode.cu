@@ -270,7 +270,6 @@ __device__ __forceinline__ void weigh(Shared& shared, const Arguments& a, const 
 #pragma unroll
     for (int n = 0; n < kRows / 8; n++) m[n] = kLowest;
     unsigned parity = 0;
-    int known = head.blocks.from;  // m has the blocks before
     for (int j = head.blocks.from + group; j < head.blocks.to; j += kGroups, parity ^= 1) {
         const long long place = static_cast<long long>(blockIdx.y) * a.blocks;
         Mailbox& box = shared.p_box[group];
@@ -284,8 +283,13 @@ __device__ __forceinline__ void weigh(Shared& shared, const Arguments& a, const 
             float s[16], before = m[n];
 #pragma unroll
             for (int t = 0; t < 16; t++) s[t] = exists ? scores[8 * t] : TWIN_HIDDEN;
-            for (int i = known; i < j; i++) before = fmaxf(before, exists ? tops[i * head.rows] : kLowest);
-            m[n] = fmaxf(before, exists ? tops[j * head.rows] : kLowest);
+            float top[kGroups];  // of this key block and of those that other groups have weighed since this one's last
+#pragma unroll
+            for (int i = 0; i < kGroups; i++)
+                top[i] = exists && j - i >= head.blocks.from ? tops[(j - i) * head.rows] : kLowest;
+#pragma unroll
+            for (int i = 1; i < kGroups; i++) before = fmaxf(before, top[i]);
+            m[n] = fmaxf(before, top[0]);
             if (!empty) box.wait_empty(parity);
             empty = true;
             unsigned char* const p = shared.p[group] + row * 128 + key * 2;
@@ -302,7 +306,6 @@ __device__ __forceinline__ void weigh(Shared& shared, const Arguments& a, const 
             if (key % 2 == 0) shared.sums[group][row][key / 2] = sum;
             if (key == 0) shared.alpha[group][row] = exp2_grid(before - m[n]), shared.m[group][row] = m[n];
         }
-        known = j + 1;
         fence_proxy_async();
         box.arrive_full();
     }

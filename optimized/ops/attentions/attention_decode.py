@@ -24,7 +24,7 @@ WAVES = 4  # heads a multiprocessor, above which attention.cu is busy everywhere
 SCORE_STAGES, CHAIN_STAGES, GROUPS = 3, 6, 4  # kScoreStages, kChainStages, kGroups of the kernel file
 SCORE_THREADS, CHAIN_THREADS = 160, 128 + 4 * 64 + 32
 SLACK = 1024  # what the alignment of shared memory adds
-_SCORE_BLOCKS = 4  # of threads, a multiprocessor, that score
+_SCORE_BLOCKS = 2  # of threads, a multiprocessor, that score: as many as fit with heads of 128 channels
 
 # struct Arguments of the kernel file.
 _WRITTEN = ("q", "out", "m", "inv", "scores", "tops")
