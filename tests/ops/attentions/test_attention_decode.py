@@ -3,6 +3,7 @@
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 import simulator
 import torch
@@ -14,6 +15,9 @@ from simulator import Simulator
 import optimized  # noqa: F401  (registers the CUDA implementations)
 from optimized.ops.attentions import attention_decode
 from reference.nn.attentions.fp8_keys_values import codes_of
+from reference.numbers.elementary import powers_of_two
+from reference.numbers.tensor_core import gemm
+from reference.ops.attentions.attention import LOWEST, factor, softmax_block
 from reference.ops.attentions.attention_options import Options
 from reference.ops.attentions.attention_paged_codes import numbers_of
 
@@ -185,6 +189,56 @@ def test_no_number_hides_what_is_infinite() -> None:
     for one, other in zip(expected, found, strict=True):
         assert torch.equal(one.isnan(), other.isnan())
         assert_same_bits(one.nan_to_num(), other.nan_to_num())
+
+
+def fused(a: Any, b: Any, c: Any) -> np.float32:
+    """a · b + c, of fp32, in numbers of 64 bits of significand."""
+    return np.float32(np.longdouble(a) * np.longdouble(b) + np.longdouble(c))
+
+
+def test_what_the_written_order_leaves_free() -> None:
+    """Scores, maxima and weights of key blocks can be had in any order, channels apart, products transposed. O's chain
+    cannot be cut: a block's product by itself, added afterwards, has other words."""
+    q, k, v = numbers(1, 4, 64), numbers(2, 512, 64), numbers(3, 512, 64)
+    blocks = range(0, 512, 128)
+    expected, m, _ = twin.attention(q[None, None], k[None, None], v[None, None], 0.125, "none", -1, -1, None, 0.0, None)
+    c = np.float32(factor(0.125))
+
+    scores = {j: gemm(k[j : j + 128], q).T.contiguous() for j in reversed(blocks)}  # transposed, the last one first
+    own = {j: [384 - fused(-top, c, 384) for top in s.amax(1).numpy()] for j, s in scores.items()}
+    tops = {j: np.array(x, np.float32) for j, x in own.items()}
+    largest = {j: np.maximum.reduce([tops[i] for i in blocks if i <= j]) for j in blocks}
+    assert_same_bits(torch.from_numpy(largest[384]), m[0, 0])
+    weights, alphas, sums = {}, {}, {}
+    for j in reversed(blocks):
+        before = largest[j - 128] if j else np.full(4, LOWEST)
+        state, l = before.copy(), np.zeros((4, 4), np.float32)  # noqa: E741
+        alpha, p, unseen = np.empty(4, np.float32), np.empty((4, 128), np.float32), np.zeros((4, 128), bool)
+        softmax_block(scores[j].numpy(), unseen, c, state, l, alpha, p, powers_of_two(), np.float32(0))
+        assert (state == largest[j]).all()
+        weights[j], alphas[j], sums[j] = torch.from_numpy(p).bfloat16(), torch.from_numpy(alpha)[:, None], l
+
+    lanes = np.zeros((4, 4), np.float32)
+    for j in blocks:
+        for row, lane in np.ndindex(4, 4):
+            lanes[row, lane] = fused(lanes[row, lane], alphas[j][row, 0].numpy(), sums[j][row, lane])
+    total = (lanes[:, 0] + lanes[:, 1]) + (lanes[:, 2] + lanes[:, 3])
+    inverse = torch.from_numpy(np.float32(1) / total)[:, None]
+
+    def chain(channels: slice) -> torch.Tensor:
+        o = torch.zeros(4, 64)[:, channels]
+        for j in blocks:
+            o = gemm(
+                v[j : j + 128, channels].T.contiguous(), weights[j], c=(o * alphas[j]).T.contiguous()
+            ).T.contiguous()
+        return o
+
+    apart = torch.cat([chain(slice(n, n + 16)) for n in range(0, 64, 16)], 1)
+    assert_same_bits((apart * inverse).bfloat16(), expected[0, 0])
+    cut = torch.zeros(4, 64)
+    for j in blocks:
+        cut = cut * alphas[j] + gemm(weights[j], v[j : j + 128].T.contiguous())
+    assert (cut != apart).float().mean() > 0.25
 
 
 def test_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
