@@ -12,7 +12,7 @@ import pytest
 
 from optimized import defaults
 from optimized.cuda import compiler
-from optimized.ops.attentions import attention, attention_backward, rotary, softmax
+from optimized.ops.attentions import attention, attention_backward, attention_decode, rotary, softmax
 from optimized.ops.casts import cat_cast_transpose, multi_cast_transpose, multi_current_scale, scale_update
 from optimized.ops.gemms import gemm_fused, gemm_operands
 from optimized.ops.optimizers import adafactor, adam, adam_states, clip_grads, grad_norm, sgd
@@ -104,6 +104,7 @@ CASES = [
         for name in (gemm_fused.ACTIVATION, gemm_fused.DROPOUT)
     ),
     *attentions(),
+    Case("attention_decode", "Arguments", attention_decode.ARGUMENTS, names=STRIDES | {"q_strides": "q_b"}),
 ]
 
 

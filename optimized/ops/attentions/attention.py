@@ -12,6 +12,7 @@ import torch
 
 from optimized.cuda import launch
 from optimized.cuda.tensor_map import TensorMap, encode
+from optimized.ops.attentions import attention_decode
 from optimized.ops.random.dropout import advance
 from reference.ops.attentions.attention import BLOCK, LOWEST, NO_LIMIT, factor, limits, outputs
 from reference.ops.attentions.attention_bias import diagonal
@@ -256,6 +257,11 @@ def attend(
     check_grid(op, q, b)
     if out.numel() and k.numel() and sq and skv:
         inputs = [loadable(x) for x in (q, k, v)]  # copies must live until the launch
+        if attention_decode.takes(q, k, options, launch.processors(q.device.index)):
+            attention_decode.decode(inputs[0], inputs[1], inputs[2], (out, m, inv), options, pages)
+            if options.packed:
+                clear_gaps(q, k, options, (out,), False)
+            return
         a = arguments(q, k, out, options, pages)
         size, index = widest(q, v), q.device.index
         wide, queries = size == WIDE, queries_of(size)

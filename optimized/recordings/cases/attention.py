@@ -223,6 +223,15 @@ def packed(c: Inputs) -> Iterator[Drawn]:
         yield Drawn(grad, q, k, v, Options(0.125, "causal_bottom_right", left, right, rng_state=state, **given))
 
 
+def many_keys(c: Inputs) -> Iterator[Drawn]:
+    """Few queries of more keys than `attention_decode` asks for."""
+    for d, dtype, sq in ((64, BF16, 1), (128, FP16, 6), (200, BF16, 12)):
+        yield _draw(c, (1, 4, 2, sq, 1100, d), dtype, mask_type="causal_bottom_right", sinks=c.normal(4, dtype=FP32))
+    given: dict[str, Any] = {"q_lengths": int32(c, 1, 0), "kv_lengths": int32(c, 1030, 5)}
+    yield _draw(c, (2, 2, 1, 2, 1030, 32), mask_type="causal_bottom_right", window=(300, 0), **given)
+    yield _draw(c, (1, 4, 1, 1, 1030, 64), mask=c.mask(1, 1, 1, 1030), contiguous=True)
+
+
 def int32(c: Inputs, *numbers: int) -> torch.Tensor:
     return torch.tensor(numbers, dtype=torch.int32, device=c.device)
 
@@ -232,7 +241,7 @@ def forward(drawn: Drawn) -> Call:
 
 
 def calls(c: Inputs) -> Calls:
-    for drawn in (*plain(c), *with_bias(c), *with_more(c), *packed(c)):
+    for drawn in (*plain(c), *with_bias(c), *with_more(c), *packed(c), *many_keys(c)):
         yield forward(drawn)
 
 

@@ -58,6 +58,10 @@ def calls(c: Inputs) -> Calls:
     yield _call(c, 128, 128, FP16, window=(50, 0))
     yield _call(c, 128, 40, sinks=c.normal(4, dtype=FP32))
     yield _call(c, 256, 200)
+    q, k, v = c.normal(3, 4, 64), c.normal(11, 128, 2, 64), c.normal(11, 128, 2, 64)  # few queries, many keys
+    where = (int32(c, 1, 2), int32(c, 1040, 130), int32(c, 0, 1, 3), 2, 1040)
+    table = int32(c, *range(10, -1, -1), *[0] * 7).view(2, 9)
+    yield Call(twin.attention_paged, (q, k, v, table, 0.125, "causal_bottom_right", -1, -1, *where, None))
     yield _call(c, 48, 72, e=128)
     q, page = c.normal(0, 2, 16), c.normal(1, 128, 1, 16)  # nobody is there
     where = (int32(c, 0), int32(c, 0), int32(c, 0, 0), 0, 0)

@@ -3,8 +3,9 @@
     codes, scale_inv = cast_rowwise(x)      of each head of each token, x [d]: E4M3, a scale that is a power of two
     numbers          = codes · scale_inv    exact in bf16: a code has 4 significant bits
 
-Attention then reads the numbers, by `twin::attention` or `twin::attention_paged` in their order. So its words are those
-of 16-bit attention over the dequantized cache. A scale is of one head of one token, so nobody else's tokens change it.
+Attention then reads the numbers, by `twin::attention` or `twin::attention_paged_codes` in one order. So its words are
+those of 16-bit attention over the dequantized cache. A scale is of one head of one token, so nobody else's
+tokens change it.
 
 In training k, after rotary embedding, and v are replaced by these numbers, and their gradients reach what was cast
 unchanged (straight through). A trainer of such a model has the words of a server whose cache has codes; a cache of 16
@@ -17,10 +18,10 @@ from typing import Any
 
 import torch
 
-from reference.ops.casts import cast_rowwise, dequantize  # noqa: F401  (declare the ops)
+from reference.ops.attentions.attention_paged_codes import CODES, numbers_of
+from reference.ops.casts import cast_rowwise  # noqa: F401  (declares the op)
 from reference.ops.library import twin
 
-CODES = torch.float8_e4m3fn
 EPSILON = 1e-12
 
 
@@ -30,30 +31,9 @@ def codes_of(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return codes.view(x.shape), scale_inv.view(x.shape[:-1])
 
 
-def numbers_of(codes: torch.Tensor, scale_inv: torch.Tensor) -> torch.Tensor:
-    """The bf16 numbers `[.., h, d]` that codes `[.., h, d]` with scale_inv `[.., h]` stand for."""
-    rows = codes.view(-1, codes.shape[-1]), scale_inv.view(-1)
-    return twin.dequantize(*rows, False, torch.bfloat16).view(codes.shape)  # type: ignore[no-any-return]
-
-
 def rounded(x: torch.Tensor) -> torch.Tensor:
     """x bf16 `[.., h, d]` through codes and back."""
     return numbers_of(*codes_of(x))
-
-
-def pages_of(
-    codes: torch.Tensor, scale_inv: torch.Tensor, page_table: torch.Tensor, longest: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The pages that sequences of up to `longest` keys have, dequantized, and the page table of these.
-
-    codes `[pages, page_size, h, d]`, scale_inv `[pages, page_size, h]`, page_table int32 `[b, n]` -> bf16
-    `[b · m, page_size, h, d]` and int32 `[b, m]`, m = ceil(longest / page_size).
-    """
-    columns = -(-longest // codes.shape[1])
-    used = page_table[:, :columns].reshape(-1).long().clamp(0, len(codes) - 1)
-    taken = codes.view(torch.uint8).index_select(0, used).view(CODES), scale_inv.index_select(0, used)
-    table = torch.arange(used.numel(), dtype=torch.int32, device=used.device).view(-1, columns)
-    return numbers_of(*taken), table
 
 
 def keys_and_values_in_fp8(model: torch.nn.Module, enabled: bool = True) -> torch.nn.Module:

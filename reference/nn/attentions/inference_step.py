@@ -9,7 +9,7 @@ import torch
 
 from reference.arguments import MASK_TYPES
 from reference.nn.attentions.exact_attention import Equation
-from reference.nn.attentions.fp8_keys_values import codes_of, pages_of
+from reference.nn.attentions.fp8_keys_values import codes_of
 from reference.ops.library import twin
 
 
@@ -128,8 +128,6 @@ def attended_in_pages(
             new_codes, new_scales = codes_of(tokens(new))
             enter(codes.view(torch.uint8), new_codes.view(torch.uint8))
             enter(scales, new_scales)
-        keys, _ = pages_of(keys, step.key_scales, table, cached.keys)
-        values, table = pages_of(values, step.value_scales, table, cached.keys)
     rows, longest = tokens(q), cached.longest
     rule, (left, right) = "causal_bottom_right" if causal else "none", equation.window
     together = heads // groups if longest == 1 and equation.softmax == "vanilla" and left == -1 else 1
@@ -138,7 +136,11 @@ def attended_in_pages(
         where = (where[0] * together, where[1], where[2] * together)
         rule, right = "none", -1
     given = (equation.scale, rule, left, right, *where, longest * together, cached.keys, sinks)
-    out, m, inv = twin.attention_paged(rows, keys, values, table, *given)
+    if step.key_scales is None or step.value_scales is None:
+        out, m, inv = twin.attention_paged(rows, keys, values, table, *given)
+    else:
+        in_codes = (keys, values, step.key_scales, step.value_scales)
+        out, m, inv = twin.attention_paged_codes(rows, *in_codes, table, *given)
     if together > 1:
         out = out.view(-1, together, groups, out.shape[2]).transpose(1, 2).reshape(-1, heads, out.shape[2])
         m, inv = (x.reshape(-1, heads, 1) for x in (m, inv))

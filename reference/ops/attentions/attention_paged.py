@@ -93,13 +93,13 @@ def q_starts_of(options: Options) -> torch.Tensor:
     return options.q_starts
 
 
-def _check_pages(page_table: torch.Tensor, lengths: torch.Tensor, size: int, pages: int) -> None:
+def check_pages(op: str, page_table: torch.Tensor, lengths: torch.Tensor, size: int, pages: int) -> None:
     """Refuse a page that a key lies in and the cache does not have."""
     used = torch.arange(page_table.shape[1], device=page_table.device) * size < lengths[:, None]
     wrong = used & ((page_table < 0) | (page_table >= pages))
     if bool(wrong.any()):
         s, n = wrong.nonzero()[0].tolist()
-        raise IndexError(f"{OP}: page_table[{s}, {n}] is {int(page_table[s, n])}; 0 to {pages - 1} are accepted.")
+        raise IndexError(f"{op}: page_table[{s}, {n}] is {int(page_table[s, n])}; 0 to {pages - 1} are accepted.")
 
 
 @define(outputs)
@@ -134,6 +134,6 @@ def attention_paged(
     """
     rest = (scale, mask_type, left, right, q_lengths, kv_lengths, q_starts, longest_q, longest_kv, sinks)
     outputs(q, k, v, page_table, *rest)
-    _check_pages(page_table, kv_lengths, k.shape[1], k.shape[0])
+    check_pages(OP, page_table, kv_lengths, k.shape[1], k.shape[0])
     keys, values = (gathered(x, page_table, longest_kv) for x in (k, v))
     return packed.attention(q, keys, values, *options_of(*rest))

@@ -11,7 +11,8 @@ from shared.text_models import ROOM, VOCABULARY, check, model_of
 
 import optimized  # noqa: F401  (registers the CUDA implementations)
 import reference as te
-from reference.nn.attentions.fp8_keys_values import CODES, codes_of, numbers_of, pages_of, rounded
+from reference.nn.attentions.fp8_keys_values import codes_of, rounded
+from reference.ops.attentions.attention_paged_codes import CODES, numbers_of, pages_of
 
 EACH = [te.Sampling(), te.Sampling(0.8, seed=3), te.Sampling(1.0, top_k=9, seed=4)]
 PROMPTS = [[2, 3, 4], list(range(2, 40)), [*range(2, 39), 3]]
