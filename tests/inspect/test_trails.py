@@ -13,8 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import optimized
 import reference as te
-from reference.inspect.recorded_step.digest import splitmix64
 from reference.inspect.trails import file, sums
+from reference.numbers.splitmix import splitmix64
+from reference.ops.digests import word_sums
 from reference.support import files
 
 BF16 = torch.bfloat16
@@ -52,11 +53,11 @@ def test_a_digest_does_not_depend_on_what_is_beside(limits: tuple[int, int], mon
     tensors = [(random_bytes(n * 8, n) % 2).view(dtypes[n % 6]) for n in (1, 2, 3, 2048, 5000, 20001, 0, 8192)]
     tensors += [random_bytes(90).view(9, 10).t(), random_bytes(64)[3:41]]  # another layout, an odd address
     alone = torch.cat([sums.sums([x.contiguous().clone()]) for x in tensors])
-    monkeypatch.setattr(sums, "_ALONE", limits[0])
-    monkeypatch.setattr(sums, "_BATCH", limits[1])
-    sums._layout.cache_clear()
+    monkeypatch.setattr(word_sums, "_ALONE", limits[0])
+    monkeypatch.setattr(word_sums, "_BATCH", limits[1])
+    word_sums._layout.cache_clear()
     assert torch.equal(sums.sums(tensors), alone)
-    sums._layout.cache_clear()
+    word_sums._layout.cache_clear()
 
 
 def test_every_flipped_bit_changes_a_digest_and_is_found() -> None:
