@@ -207,6 +207,25 @@ def test_a_trail_has_a_line_for_each_step_of_any_model(tmp_path: Path) -> None:
     assert np.array_equal(file.read(tmp_path / "b").steps[4][1], trail.steps[4][1])
 
 
+def test_a_line_stays_what_it_was(tmp_path: Path) -> None:
+    """Of parameters of 16 and 32 bits and of seven bytes at an odd address, as the first version wrote them."""
+    model = torch.nn.Linear(110, 41)
+    model.weight.data = torch.arange(110 * 41).view(41, 110).bfloat16()
+    model.bias.data = torch.arange(-20.0, 21.0)
+    model.register_buffer("odd", torch.arange(100).to(torch.int8)[3:10])
+    with te.trail(tmp_path / "a", model) as trail:
+        trail.step()
+    head, line = (tmp_path / "a").read_text().splitlines()
+    assert head == (
+        '{"twin_engine":"trail","version":1,"rank":0,"ranks":1,"tensors":[["parameters/weight","bfloat16",[41,110]],'
+        '["parameters/bias","float32",[41]],["buffers/odd","int8",[7]]]}'
+    )
+    assert line == (
+        '{"step":1,"digests":"tPVYOl4CAADk70o5PjZm7bA+UGslSGS9AAAgKAAAAAAAAGApgQGvIwAAMG6RTgc/CgwOBgAAAABul0RvHKK6r8pO'
+        'BrS38mN7","crc32":832482419}'
+    )
+
+
 def test_a_trail_of_our_layers_has_their_fp8_state(tmp_path: Path) -> None:
     model, optimizer = trained()
     with te.trail(tmp_path / "a", model, optimizer) as trail:
