@@ -77,7 +77,8 @@ class StateAgain:
         tensors: list[Any] = [*parameters, *buffers]
         tensors += [p.grad for p in given]
         tensors += [getattr(p, "main_grad", None) for p in given]
-        for meta in [m.__dict__.get("fp8_meta") for m in modules]:
+        metas: list[Any] = [m.__dict__.get("fp8_meta") for m in modules]
+        for meta in metas:
             for key in KEYS if meta else ():
                 one = meta.get(key)
                 tensors += (None, None) if one is None else (one.scale, one.amax_history)
