@@ -68,7 +68,8 @@ def check_forward(
         plain = not MASK_TYPES[mask_type][1] and core.attention_backend != "cudnn" and core.softmax_type == "vanilla"
     if module.cp_name is not None:
         first.check_whole_chunks("hidden_states", hidden_states, layer)
-    shape, batch = _of_all_ranks(module, hidden_states), module._batch
+    alone, batch = module.tp_size == 1 and module.cp_name is None, module._batch
+    shape = hidden_states.shape if alone else _of_all_ranks(module, hidden_states)
     dtype, device = checks.activation_dtype(hidden_states), hidden_states.device
     heads = module.num_attention_heads // module.tp_size
     if ours:
