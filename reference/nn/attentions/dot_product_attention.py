@@ -42,7 +42,7 @@ from reference.nn.core.context_parallel import ContextGroup, take_context_group
 from reference.nn.core.dropout import Generator
 from reference.nn.core.tensor_parallel import refuse_beyond_cpu
 from reference.ops.attentions.attention_bias import default_slopes
-from reference.parallel.chain import ranks_of
+from reference.parallel.ordered_reduce import ranks_of
 from reference.recipes.quantized import as_dtype
 from reference.support.notice import say_once
 

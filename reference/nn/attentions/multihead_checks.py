@@ -10,7 +10,7 @@ from reference.nn.attentions.attention_extras import NO_EXTRAS, Extras
 from reference.nn.attentions.attention_lengths import sizes_of
 from reference.nn.attentions.dot_product_attention import DotProductAttention
 from reference.nn.core import checks
-from reference.parallel.chain import ranks_of
+from reference.parallel.ordered_reduce import ranks_of
 
 
 def check_context(module: Any, here: str) -> None:

@@ -39,7 +39,7 @@ from reference.nn.layers.layernorm import LayerNorm, RMSNorm
 from reference.nn.layers.layernorm_mlp import LayerNormMLP
 from reference.nn.transformer import halves, parallel_halves, transformer_layer_checks
 from reference.nn.transformer.transformer_layer_checks import check_construction, check_forward, check_sequence
-from reference.parallel.chain import ranks_of
+from reference.parallel.ordered_reduce import ranks_of
 from reference.recipes.quantized import as_dtype
 
 # Arguments of the layer that its attentions and its MLP have too, and those that its attentions have.
