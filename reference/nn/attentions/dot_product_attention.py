@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from reference.arguments import MASK_TYPES, check_arguments
-from reference.nn.attentions import context_parallel_attention, inference_checks
+from reference.nn.attentions import context_parallel_attention
 from reference.nn.attentions.attention_bias import Bias
 from reference.nn.attentions.attention_extras import NO_EXTRAS, Extras, defaults_of, unpacked
 from reference.nn.attentions.attention_fp8 import FP8Attention
@@ -310,8 +310,7 @@ class DotProductAttention(ContextGroup, OfCoreAttention, FP8Attention):
         shape = sizes_of(layout, extras.lengths, heads, x.shape, given[1].shape)
         if inference_params is not None:
             sizes = (shape[0], shape[2])
-            of_call = (x.dtype, x.device, sizes, mask, mask_type)
-            inference_checks.check_forward(inference_params, "DotProductAttention", self, *of_call, alone=True)
+            inference_params.check("DotProductAttention", self, x.dtype, x.device, sizes, mask, mask_type, True)
         masked = (mask_type, equation.window, mask)
         extras.check("DotProductAttention", MASK_NAMES, self, *masked, shape, tokens, x.dtype, x.device)
         self.refuse_in_fp8("DotProductAttention", x.dtype, extras.bias.given, inference_params is not None)

@@ -29,7 +29,7 @@ import torch
 from reference.arguments import check_arguments, is_int
 from reference.nn.attentions.fixed_step import FixedStep, Places
 from reference.nn.attentions.fp8_keys_values import CODES
-from reference.nn.attentions.inference_checks import check_begun, new_tokens
+from reference.nn.attentions.inference_checks import check_begun, check_forward, new_tokens
 from reference.nn.attentions.inference_step import Cached, StepTensors, mixed_tensors
 from reference.nn.attentions.pages import Pages
 from reference.nn.core.attributes import OfCache
@@ -322,6 +322,8 @@ class InferenceParams(OfCache, DeviceDefault):
             view.logical_or_(self._columns < last - left)
 
     # --- what layers ask -----------------------------------------------------------------------------
+
+    check = check_forward
 
     def step_of(self, core: Any, causal: bool, window: tuple[int, int]) -> tuple[Cached, StepTensors]:
         """How a layer that `check` accepts reads its cache in this step, which now counts as done."""

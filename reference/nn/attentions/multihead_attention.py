@@ -205,6 +205,8 @@ class MultiheadAttention(TensorParallelParts, ContextGroup, OfAttention, DeviceD
             **common,
         )
 
+    check = multihead_checks.check_forward
+
     def check_context(self, here: str) -> None:
         multihead_checks.check_context(self, here)
 
@@ -303,7 +305,7 @@ class MultiheadAttention(TensorParallelParts, ContextGroup, OfAttention, DeviceD
         if self.qkv_format == "thd" and inference_params is None:
             extras = extras._replace(lengths=with_longest("MultiheadAttention", extras.lengths))
         arguments = (hidden_states, encoder_output, attention_mask, mask_type, window, rotary_pos_emb)
-        multihead_checks.check_forward(self, "MultiheadAttention", *arguments, extras=extras)
+        self.check("MultiheadAttention", *arguments, extras=extras)
         run = current_run()
         if run.state.enabled and not checks.has_run_in_fp8(self._modules["proj"]):
             checks.check_fp8_sizes(*self._modules.values())

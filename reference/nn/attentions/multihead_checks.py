@@ -5,7 +5,6 @@ from typing import Any
 import torch
 
 from reference.arguments import MASK_TYPES
-from reference.nn.attentions import inference_checks
 from reference.nn.attentions.attention_extras import NO_EXTRAS, Extras
 from reference.nn.attentions.attention_lengths import sizes_of
 from reference.nn.attentions.dot_product_attention import DotProductAttention
@@ -80,7 +79,7 @@ def check_forward(
             accepted = "a DotProductAttention is accepted"
             raise TypeError(f"{layer}: inference_params with core_attention={core!r}; {accepted}.")
         new = (1, shape[0]) if layout == "thd" else (shape[batch], shape[1 - batch])
-        inference_checks.check_forward(inference, layer, core, dtype, device, new, mask, mask_type)
+        inference.check(layer, core, dtype, device, new, mask, mask_type)
     elif (
         encoder_output is angles is None
         and extras is NO_EXTRAS

@@ -7,7 +7,6 @@ import torch
 
 from reference.arguments import check_arguments, check_unread
 from reference.memory.recompute import Run
-from reference.nn.attentions import multihead_checks
 from reference.nn.attentions.attention_extras import Extras
 from reference.nn.attentions.attention_lengths import check_alike
 from reference.nn.attentions.multihead_attention import MultiheadAttention
@@ -115,11 +114,11 @@ def check_forward(
         names = ("attention_mask", "self_attn_mask_type", "window_size")
         of_self = extras.of_self()
         of_first = (hidden_states, None, mask, mask_type, window, angles, names, of_self)
-        multihead_checks.check_forward(attention, "TransformerLayer", *of_first)
+        attention.check("TransformerLayer", *of_first)
     if decodes and _checks(modules["inter_attention"]):
         names = ("enc_dec_attn_mask", "enc_dec_attn_mask_type", "enc_dec_window_size")
         of_second = (hidden_states, *cross, angles, names, extras.of_cross())
-        multihead_checks.check_forward(modules["inter_attention"], "TransformerLayer", *of_second)
+        modules["inter_attention"].check("TransformerLayer", *of_second)
     if run.state.enabled and not checks.has_run_in_fp8(mlp):
         attentions = [part for part in modules.values() if _checks(part)]
         checks.check_fp8_sizes(mlp, *(part for one in attentions for part in one._modules.values()))
