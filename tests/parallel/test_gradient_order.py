@@ -113,7 +113,6 @@ def refused(rank: int) -> None:
 def worker(rank: int, world: int, port: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world, timeout=LIMIT)
     failed, found = {}, {}
-    gc.freeze()  # what imports have left: collections below need not look at it
     for name, dtype in FAST if world == 3 else CASES:
         try:
             unused = name in UNUSED
