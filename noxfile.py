@@ -20,7 +20,7 @@ HERE = {**os.environ, "PYTHONPATH": "."}
 # Files with tests that run other libraries' unmodified code on these layers.
 INTEGRATIONS = (
     *("hugging_face", "conversion_blocks", "peft", "stand_in"),
-    *("from_meta", "identity", "recompute_by_pytorch", "user_benches", "launchers"),
+    *("from_meta", "identity", "recompute_by_pytorch", "user_benches", "launchers", "generator_peers"),
 )
 CLANG_FORMAT = "clang-format==23.1.5"  # each version formats a little differently
 
