@@ -1,6 +1,7 @@
 """`twin bench generator`: all of it small and on the CPU, and its tables."""
 
 import json
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
