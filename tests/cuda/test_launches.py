@@ -20,6 +20,7 @@ from optimized.ops.gemms.gemm_tile import FP8_TILES, TILES
 from optimized.ops.norms import norm, norm_backward, norm_cast_transpose
 from optimized.recordings import cases
 from optimized.recordings.calls import Inputs
+from reference.ops.optimizers.grad_norm import CHUNK
 
 SHARED_BYTES = 232448  # that a block of Hopper's can have
 # These have more configurations than CI compiles: each macro must have a value that CI compiles somewhere.
@@ -130,11 +131,32 @@ def check_attention(launched: Launched) -> None:
     assert grid == (cluster * min(works, {1: 132, 2: 64}[cluster]),)  # the dry GPU's blocks, or clusters, at once
 
 
+def check_table(launched: Launched) -> None:
+    """Blocks are numbered through the tensors of a table, each tensor has as many as cover it, and no more run."""
+    kernel, grid, block, args, _ = launched
+    table = args[0].storage if args and hasattr(args[0], "storage") else np.zeros(())
+    if "first_block" not in (table.dtype.names or ()):
+        return
+    listed = int(args[1])
+    assert 0 < listed <= len(table) == kernel.defines["CAPACITY"]
+    if kernel.name.endswith("_scales"):  # a thread of each tensor
+        assert grid == (-(-listed // block[0]),)
+        return
+    each = CHUNK if kernel.kernel == "grad_norm" else 8 * block[0] * int(kernel.defines.get("TILES", 1))
+    ends = list(itertools.accumulate(-(-int(one) // each) for one in table["count"][:listed]))
+    assert [0, *ends[:-1]] == table["first_block"][:listed].tolist(), kernel.kernel
+    assert grid == (ends[-1],), kernel.kernel
+    addresses = [name for name in table.dtype.names or () if table.dtype[name] == np.uint64]
+    aligned = [all(int(row[name]) % 16 == 0 for name in addresses) for row in table[:listed]]
+    assert aligned == (table["aligned"][:listed] != 0).tolist(), kernel.kernel
+
+
 def check(launches: list[Launched]) -> None:
     for launched in launches:
         check_limits(launched)
         check_compiled(launched)
         check_cover(launched)
+        check_table(launched)
 
 
 @pytest.mark.parametrize("name", LISTS)
