@@ -196,6 +196,15 @@ def test_every_kernel_of_the_ops_is_launched_by_some_call() -> None:
     assert set(COMPILED) <= launched
 
 
+def test_every_value_of_a_macro_is_launched_by_some_call() -> None:
+    """Of each kernel. What no call launches, no test on a GPU compares with the CPU."""
+    launched = {
+        (kernel.kernel, *macro) for name in LISTS for kernel, *_ in dry(name)[1] for macro in kernel.defines.items()
+    }
+    compiled = {(kernel, *macro) for kernel, those in COMPILED.items() for one in those for macro in one.items()}
+    assert not compiled - launched
+
+
 def test_every_tile_is_launched_by_some_call() -> None:
     """Of the products, and of those fused with what follows."""
     for name, kernel, tiles in (("gemm", "gemm", TILES), ("gemm_fp8", "gemm_fp8", FP8_TILES)):
