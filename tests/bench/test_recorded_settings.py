@@ -9,13 +9,24 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
+from unittest import mock
 
 import pytest
+from shared import training_text
 from shared.asked import identity
 
 from optimized import measure
 from optimized.bench.kernels import gemm_shapes
-from optimized.bench.layers import decode, first_step, layer_recipes, layer_sweep, rowwise_torchao, small_layers, stats
+from optimized.bench.layers import (
+    decode,
+    first_step,
+    layer,
+    layer_recipes,
+    layer_sweep,
+    rowwise_torchao,
+    small_layers,
+    stats,
+)
 from optimized.bench.layers.layer_models import Case
 from optimized.bench.models import seeds, single_gpu, train, trainer, training
 from optimized.commands import tables
@@ -37,6 +48,13 @@ def settings(one: Settings, **others: int) -> Row:
     return {**asdict(one), **others}
 
 
+def without_training(run: Callable[..., Row]) -> Any:
+    """The settings that `twin bench train` writes of what it would train."""
+    with mock.patch.multiple(train, together=mock.DEFAULT, alone=mock.DEFAULT), mock.patch.object(layer, "clear"):
+        train.together.return_value = train.alone.return_value = []  # type: ignore[attr-defined]
+        return run(text=training_text.corpus())["settings"]
+
+
 SIZES: dict[str, Callable[[], Row]] = {
     "decode": lambda: {"sizes": {"layers": decode.LAYERS, "prompt": decode.PROMPT, "room": decode.ROOM,
                                  "hidden": decode.CASE.hidden, "ffn": decode.CASE.ffn}},
@@ -47,11 +65,7 @@ SIZES: dict[str, Callable[[], Row]] = {
     "seeds": lambda: {"settings": settings(seeds.SETTINGS)},
     "single_gpu": lambda: {"sizes": asdict(single_gpu.BERT_LARGE)},
     "stats": lambda: {"every": stats.EVERY},
-    "train": lambda: {"settings": {
-        "124m": settings(train.SIZES["124m"], steps=train.STEPS + train.WARM_UP,
-                         warmup=(train.STEPS + train.WARM_UP) // 10),
-        "1.3b": settings(train.SIZES["1.3b"]),
-    }},
+    "train": lambda: {"settings": without_training(train.run)},
     "trainer": lambda: {"sizes": asdict(trainer.Sizes())},
     "training": lambda: {"settings": settings(Settings(), steps=training.STEPS)},
 }  # fmt: skip

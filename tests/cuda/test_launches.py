@@ -1,6 +1,7 @@
 """What holds of every launch of the ops, seen without a GPU: of the calls in their lists, and of any size."""
 
 import itertools
+import math
 import re
 from typing import Any
 
@@ -191,6 +192,16 @@ def test_rows_of_every_width_have_a_kernel(name: str) -> None:
             assert shape.shared(x, kind) <= SHARED_BYTES
 
 
+def test_a_scale_is_of_all_parts_of_its_matrix() -> None:
+    """Each block that looks for an amax leaves one, and the kernel that makes scales reads as many of each matrix."""
+    seen = 0
+    for before, after in itertools.pairwise(dry("current_scale")[1]):
+        if after.kernel.name == "total":
+            assert int(after.args[2]) * after.grid[0] == math.prod(before.grid)
+            seen += 1
+    assert seen
+
+
 def test_every_kernel_of_the_ops_is_launched_by_some_call() -> None:
     launched = {one.kernel.kernel for name in LISTS for one in dry(name)[1]}
     assert set(COMPILED) <= launched
@@ -378,6 +389,21 @@ def test_threads_of_a_product_store_16_bytes_where_rows_and_tiles_allow_it(name:
                     assert kernel.defines["RUN"] == run, (call.name, kernel.defines)
                     seen.add(run)
     assert seen == {4, 8}
+
+
+def test_packed_sequences_bring_how_many_rows_they_have() -> None:
+    """All of them, those between sequences too: a kernel reads and writes no others."""
+    module, seen = cases.MODULES["attention"], 0
+    with DryGpu(written=False) as gpu:
+        for drawn in module.packed(Inputs("cuda", filled=False)):
+            before = len(gpu.launches)
+            module.forward(drawn).run()
+            for launched in gpu.launches[before:]:
+                if launched.kernel.name == "attention":
+                    found = launched.args[3].storage[()]
+                    assert (int(found["q_rows"]), int(found["kv_rows"])) == (drawn.q.shape[0], drawn.k.shape[0])
+                    seen += 1
+    assert seen
 
 
 def test_scratch_of_attentions_gradient_has_room_for_all_of_dq() -> None:
