@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shared.dry_gpu import DryGpu, Launched, renumbered
-from shared.op_calls import LISTS, SIZED, dry, dry_sized
+from shared.op_calls import LISTS, SIZED, dry, dry_calls, dry_sized
 
 import optimized
 import reference as te
@@ -103,6 +103,8 @@ def check_cover(launched: Launched) -> None:
         assert (grid[0] - 1) * (block[0] // 32) < rows <= grid[0] * (block[0] // 32)
         groups, cols = int(kernel.defines["GROUPS"]), int(args[3 if kernel.name == "softmax" else 4])
         assert groups == 0 or cols <= 256 * groups
+    elif kernel.name == "norm_any":
+        assert kernel.defines["VECTOR"] == (int(args[7]) % 8 == 0)
     elif kernel.kernel == "activation":
         rows, cols = (int(arg) for arg in args if isinstance(arg, np.int32))
         assert grid == (-(-rows // 4) * -(-cols // (block[0] * (16 // size if kernel.defines["VECTOR"] else 1))),)
@@ -190,6 +192,24 @@ def test_rows_of_every_width_have_a_kernel(name: str) -> None:
         if shape is not None:
             assert width <= shape.width
             assert shape.shared(x, kind) <= SHARED_BYTES
+
+
+# By name: kernels whose arguments have a matrix's extents side by side, or how many numbers it has.
+TOLD = {"amax", "cast", "cast_blocks", "cast_stats", "cast_stats_blocks", "current_scale", "dequantize"}
+TOLD |= {"gemm", "gemm_fp8", "gemm_fp8_blocks", "gemm_fp8_blocks_fused", "gemm_fp8_blocks_part", "gemm_fp8_fused"}
+TOLD |= {"gemm_fp8_part", "gemm_fp8_rowwise", "gemm_part", "norm_any", "norm_rows", "norm_backward", "norm_cast_blocks"}
+TOLD |= {"norm_cast_transpose", "norm_statistics", "normal", "softmax", "softmax_backward"}
+
+
+def test_kernels_are_told_how_large_the_matrices_of_their_calls_are() -> None:
+    seen = set()
+    for op, sizes, launches in itertools.chain.from_iterable(map(dry_calls, LISTS)):
+        for kernel, _, _, args, _ in launches:
+            if kernel.name in TOLD:
+                told = [int(one) for one in args if isinstance(one, (np.int32, np.int64))]
+                assert sizes & {*told, *(a * b for a, b in itertools.pairwise(told))}, (op, kernel, told)
+                seen.add(kernel.name)
+    assert seen == TOLD
 
 
 def test_a_scale_is_of_all_parts_of_its_matrix() -> None:
