@@ -12,6 +12,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from shared import training_text
 from shared.asked import identity
 
@@ -53,6 +54,16 @@ def without_training(run: Callable[..., Row]) -> Any:
     with mock.patch.multiple(train, together=mock.DEFAULT, alone=mock.DEFAULT), mock.patch.object(layer, "clear"):
         train.together.return_value = train.alone.return_value = []  # type: ignore[attr-defined]
         return run(text=training_text.corpus())["settings"]
+
+
+def without_gpu(gemms: Callable[[int], list[Row]]) -> list[Row]:
+    """The rows of products that `twin bench single_gpu` times, of times that are made up."""
+    with (
+        mock.patch.object(torch, "randn"),
+        mock.patch.object(measure, "graph"),
+        mock.patch.object(measure, "interleave", lambda timed, _: {name: [1.0, 1.0] for name in timed}),
+    ):
+        return gemms(1)
 
 
 SIZES: dict[str, Callable[[], Row]] = {
@@ -124,6 +135,14 @@ def in_lists() -> dict[str, tuple[list[str], list[str]]]:
             [group["group"] + identity({"setting": row["setting"]}) for group in groups for row in group["rows"]],
             [group.name + identity({"setting": plain(asdict(one))}) for group in single_gpu.GROUPS
              for one in group.settings if (group.name, one.name) not in missing],
+        ),
+        "single_gpu, products": (
+            list(map(identity, measure.read_result("single_gpu")["gemms"])),
+            list(map(identity, without_gpu(single_gpu.gemms))),
+        ),
+        "single_gpu, expected": (
+            list(map(identity, measure.read_result("single_gpu")["expected"])),
+            [identity(asdict(one)) for one in single_gpu.EXPECTED],
         ),
         "single_gpu, alone": (
             [group["measured"] for group in groups if "measured" in group],
