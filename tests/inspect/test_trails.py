@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import optimized
 import reference as te
-from reference.inspect.trails import file, sums
+from reference.inspect.trails import compare, file, sums
 from reference.numbers.splitmix import splitmix64
 from reference.ops.digests import word_sums
 from reference.support import files
@@ -338,3 +338,28 @@ def test_a_gpu_writes_the_same_trail(tmp_path: Path) -> None:
                 model.zero_grad()
                 step(model, given(device), RECIPES["delayed"], optimizer)
     assert (tmp_path / "cpu").read_bytes() == (tmp_path / "cuda").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("every", "wrong", "since", "before"),
+    [
+        (1, 1, "in step 1", "It is the first step that all of them have."),
+        (1, 4, "in step 4", "3 steps before are the same."),
+        (3, 5, "between steps 3 and 6", "1 steps before are the same."),
+    ],
+)
+def test_two_trails_part_at_the_first_step_of_other_bits(
+    tmp_path: Path, every: int, wrong: int, since: str, before: str
+) -> None:
+    """And after every step that is alike: those are counted."""
+    for name in "ab":
+        weight = torch.nn.Parameter(torch.ones(3))
+        optimizer = torch.optim.SGD([weight], lr=0.5)
+        with te.trail(tmp_path / name, torch.nn.ParameterList([weight]), optimizer, every):
+            for step in range(1, 8):
+                weight.grad = torch.full((3,), 2.0 if name == "b" and step == wrong else 1.0)
+                optimizer.step()
+    found = compare.compare([file.read(tmp_path / name) for name in "ab"])
+    assert found.lines[0].startswith(f"Different bits {since}: ")
+    assert before in found.lines
+    assert not found.equal
