@@ -44,6 +44,7 @@ _MODULES = (
     "train",
     "seeds",
     "trainer",
+    "trail",
     "decode",
     "generator",
     "first_step",
@@ -163,7 +164,7 @@ GROUPS = (
         "training",
         "train",
         "Left: losses of a GPT over 2,000 steps. Right: tokens per second beside compiled PyTorch",
-        ("train", "seeds", "trainer", "training", "single_gpu"),
+        ("train", "seeds", "trainer", "trail", "training", "single_gpu"),
         (
             ("seeds", "Losses by recipe; beside bf16's, a band over seeds; the last tenth"),
             ("single_gpu", "Bars show samples a second and GiB of a BERT's training; each row adds one technique"),
@@ -337,6 +338,7 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
     measure.ROOT / "docs" / "numerics.md": {"checks": checks},
     measure.ROOT / "docs" / "results.md": {"results": index},
     measure.ROOT / "docs" / "one_gpu.md": {"rungs": rungs},
+    measure.ROOT / "docs" / "two_runs.md": {"results": lambda: markdown(("trail",))},
     **{group.path: {"": group.page} for group in GROUPS},  # built as a whole
 }
 
