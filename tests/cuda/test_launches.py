@@ -17,6 +17,7 @@ import optimized
 import reference as te
 from optimized.cuda import launch
 from optimized.ops import MODULES
+from optimized.ops.digests import word_sums
 from optimized.ops.gemms.gemm_tile import FP8_TILES, TILES
 from optimized.ops.norms import norm, norm_backward, norm_cast_transpose
 from optimized.recordings import cases
@@ -145,7 +146,9 @@ def check_table(launched: Launched) -> None:
     if kernel.name.endswith("_scales"):  # a thread of each tensor
         assert grid == (-(-listed // block[0]),)
         return
-    each = CHUNK if kernel.kernel == "grad_norm" else 8 * block[0] * int(kernel.defines.get("TILES", 1))
+    each = {"grad_norm": CHUNK, "word_sums": word_sums.BYTES}.get(
+        kernel.kernel, 8 * block[0] * int(kernel.defines.get("TILES", 1))
+    )
     ends = list(itertools.accumulate(-(-int(one) // each) for one in table["count"][:listed]))
     assert [0, *ends[:-1]] == table["first_block"][:listed].tolist(), kernel.kernel
     assert grid == (ends[-1],), kernel.kernel

@@ -29,8 +29,8 @@ static_assert(2 * (kSide + kBlocks) <= kThreads);
 
 struct Entry {
     const unsigned char* x;
-    long long bytes;
-    int first_block, unused;
+    long long count;  // of bytes
+    int first_block, aligned;
 };
 
 struct Table {
@@ -136,9 +136,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3)
     }
 
     const unsigned char* x = t.x + first * kBytes;
-    const long long bytes = t.bytes - first * kBytes;  // from x on
-    const bool aligned = reinterpret_cast<u64>(x) % 16 == 0;
-    const int whole = aligned ? static_cast<int>(min(static_cast<long long>(kBlocks), bytes / kBytes)) : 0;
+    const long long bytes = t.count - first * kBytes;  // from x on
+    const int whole = t.aligned ? static_cast<int>(min(static_cast<long long>(kBlocks), bytes / kBytes)) : 0;
     u64 sum[kSums] = {};
     Words w, next;
     if (whole > 0) load(next, x);

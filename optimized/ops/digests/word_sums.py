@@ -5,14 +5,14 @@ import numpy as np
 import torch
 
 from optimized.cuda import launch
-from optimized.ops.multi_tensor import THREADS
+from optimized.ops.multi_tensor import THREADS, entries
 from reference.ops.digests.word_sums import BLOCK, outputs
 from reference.ops.library import on_cuda
 
 # Tensors of one launch, a model's and its gradients: 24 bytes for each in the kernel's argument, of 32764.
 CAPACITIES = (64, 256, 1024)
 BYTES = 8 * 4 * BLOCK  # of a block of threads
-_ROW = np.dtype([("x", "u8"), ("bytes", "i8"), ("first_block", "i4"), ("unused", "i4")])
+_ROW = entries(("x",))  # count is of bytes
 _kernels = {c: launch.function("word_sums", "word_sums", {"WIDE": 0, "CAPACITY": c}) for c in CAPACITIES}
 CONFIGURATIONS = [one.configuration for one in _kernels.values()]
 
@@ -27,8 +27,9 @@ def word_sums(tensors: list[torch.Tensor]) -> torch.Tensor:
         count, capacity = len(part), next(c for c in CAPACITIES if len(part) <= c)
         table = np.zeros(capacity, _ROW)
         table["x"][:count] = [x.data_ptr() for x in part]
-        table["bytes"][:count] = [x.nbytes for x in part]
-        ends = np.cumsum(-(-table["bytes"] // BYTES))
+        table["count"][:count] = [x.nbytes for x in part]
+        table["aligned"] = table["x"] % 16 == 0
+        ends = np.cumsum(-(-table["count"] // BYTES))
         table["first_block"][1:count] = ends[: count - 1]  # an empty tensor's is the next one's, which the search finds
         blocks = int(ends[-1])
         if blocks:
