@@ -5,8 +5,9 @@
 // those, and the sums of these by the constants of the block. The next block's words are on their way meanwhile. What the
 // threads have is added up at the end, in any order: these are integers.
 //
-// Bound by memory: some seven integer instructions a word leave Hopper's units half idle. Tensors that do not start at a
-// multiple of 16 bytes, and the last block of each, are read word by word, or byte by byte, by way of shared memory.
+// Bound by memory: some ten instructions a word are about half of what a multiprocessor can do meanwhile. Tensors that do
+// not start at a multiple of 16 bytes, and the last block of each, are read word by word or byte by byte, by way of
+// shared memory.
 #include "common/multi_tensor.cuh"
 #include "ptx/load.cuh"
 
