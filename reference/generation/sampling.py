@@ -23,6 +23,7 @@ import torch
 
 from reference.numbers import philox
 from reference.ops.library import twin
+from reference.support import pinned
 
 
 @dataclass(frozen=True)
@@ -58,17 +59,12 @@ class Sampling:
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1)
 
 
-def on_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy of a tensor of the CPU; nobody waits for what a GPU still has to do."""
-    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
-
-
-def uniform(seeds: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
-    """u, float64 `[rows]` on the CPU: of each row's seed and its sequence's length."""
+def uniform(seeds: Sequence[int], positions: Sequence[int]) -> Any:
+    """u, float64 `[rows]`, in NumPy: of each row's seed and its sequence's length."""
     key, at, low = np.array(seeds, np.uint64), np.array(positions, np.uint64), np.uint64(0xFFFFFFFF)
     high = np.uint64(32)
     words = philox.philox4x32((at & low, at >> high, 0, 0), (key & low, key >> high))
-    return torch.from_numpy(words[0] * 2.0**-32)
+    return words[0] * 2.0**-32
 
 
 def kept(weights: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
@@ -88,19 +84,62 @@ def drawn(weights: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     return torch.searchsorted(upto, (upto[:, -1] * u)[:, None], right=True)[:, 0]
 
 
+class Drawing:
+    """The settings of rows on their device, in tensors that stay where they are: a CUDA graph may read them.
+
+    Args:
+        rows: of logits.
+        limited: how many of them have `Sampling.sorts`; others need no order of their tokens.
+    """
+
+    def __init__(self, rows: int, limited: int, device: torch.device) -> None:
+        self.rows, self.limited = rows, limited
+        self._host = torch.zeros(5, rows, dtype=torch.int64, device="cpu")
+        with torch.inference_mode(False):
+            self._device = torch.zeros(5, rows, dtype=torch.int64, device=device)
+        self._settings: list[Sampling] = []
+
+    def fill(self, settings: Sequence[Sampling], positions: Sequence[int]) -> None:
+        """Let rows be drawn by these settings, on sequences of `positions` tokens; one copy from the host."""
+        host, settings = self._host.numpy(), list(settings)
+        if settings != self._settings:  # most steps have those of the step before
+            host[0].view(np.float64)[:] = [one.temperature for one in settings]
+            if self.limited:
+                rows = limited_rows(settings)
+                rows += rows[:1] * (self.limited - len(rows))  # again the first of them: it is written twice, alike
+                host[2, : self.limited] = rows
+                host[3, : self.limited] = [settings[row].top_k for row in rows]
+                host[4].view(np.float64)[: self.limited] = [settings[row].top_p for row in rows]
+            self._settings = settings
+        host[1].view(np.float64)[:] = uniform([one.seed for one in settings], positions)
+        pinned.fill(self._device, self._host)
+
+    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
+        """Tokens int64 `[rows]`, drawn from logits `[rows, V]`; contiguous."""
+        temperature, u, rows, top_k, top_p = self._device
+        weights = twin.token_weights(logits, temperature.view(torch.float64).float())
+        if self.limited:
+            rows, top_k = rows[: self.limited], top_k[: self.limited]
+            limits = (top_k, top_p.view(torch.float64)[: self.limited])
+            weights.index_copy_(0, rows, kept(weights.index_select(0, rows), *limits))
+        return drawn(weights, u.view(torch.float64))
+
+
+def limited_rows(settings: Sequence[Sampling]) -> list[int]:
+    """Rows in which some tokens cannot be drawn."""
+    return [row for row, one in enumerate(settings) if one.sorts]
+
+
+def likeliest(logits: torch.Tensor) -> torch.Tensor:
+    """Tokens int64 `[rows]` as temperature 0 takes them, from logits `[rows, V]`; contiguous."""
+    temperature = torch.zeros(len(logits), dtype=torch.float32, device=logits.device)
+    return twin.token_weights(logits, temperature).argmax(1)  # of each row one token alone has a weight
+
+
 def sample(logits: torch.Tensor, settings: Sequence[Sampling], positions: Sequence[int]) -> torch.Tensor:
     """Tokens int64 `[rows]` that follow on sequences of `positions` tokens, from logits `[rows, V]`; contiguous."""
-    device = logits.device
-
-    def column(values: Any, dtype: torch.dtype) -> torch.Tensor:
-        return on_device(torch.tensor(values, dtype=dtype, device="cpu"), device)
-
-    weights = twin.token_weights(logits, column([one.temperature for one in settings], torch.float32))
     if not any(one.temperature for one in settings):
-        return weights.argmax(1)  # of each row one token alone has a weight
-    if sorts := [row for row, one in enumerate(settings) if one.sorts]:
-        limits = [settings[row] for row in sorts]
-        rows = column(sorts, torch.int64)
-        top_k, top_p = column([x.top_k for x in limits], torch.int64), column([x.top_p for x in limits], torch.float64)
-        weights.index_copy_(0, rows, kept(weights.index_select(0, rows), top_k, top_p))
-    return drawn(weights, on_device(uniform([one.seed for one in settings], positions), device))
+        return likeliest(logits)
+    drawing = Drawing(len(logits), len(limited_rows(settings)), logits.device)
+    drawing.fill(settings, positions)
+    return drawing(logits)
