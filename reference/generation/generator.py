@@ -14,9 +14,9 @@ The way of a request:
 3. `step` packs what is new of all running sequences into one forward: a prompt that was just admitted, or a piece of it
    (`prefill_tokens`), one token of every other, and the tokens of a **draft**. `InferenceParams` (inference.py) says
    where they lie, and `attended_in_pages` (inference_step.py) writes their keys and attends.
-4. Each sequence's last rows of logits give its next tokens (sampling.py), and `twin::cross_entropy`, the op of the
-   trainer's loss, their log-probabilities. Of a draft as many tokens are kept as are what would have been drawn anyway;
-   the keys of the others are cut off.
+4. Each sequence's last rows of logits give its next tokens (sampling.py), and their log-probabilities are the words of
+   `twin::cross_entropy`, the op of the trainer's loss. Of a draft as many tokens are kept as are what would have been
+   drawn anyway; the keys of the others are cut off.
 5. If pages run out, prefixes that nobody uses go first, the oldest first; then drafts; then the sequence that was
    admitted last is **evicted**: it gives up its pages, waits at the front of the queue, and is computed again from its
    tokens.
@@ -50,16 +50,14 @@ import torch
 from reference.arguments import MASK_TYPES
 from reference.generation.drafts import prompt_lookup
 from reference.generation.graphed_step import Found, GraphedStep, rows_of
-from reference.generation.sampling import Drawing, Sampling, likeliest, sample
+from reference.generation.sampling import Drawing, Sampling, drawing_of, next_tokens
 from reference.nn.attentions.dot_product_attention import DotProductAttention
 from reference.nn.attentions.inference import InferenceParams
-from reference.ops.library import twin
 from reference.state import autocast
 from reference.support import pinned
 
 Forward = Callable[[torch.Tensor, InferenceParams], torch.Tensor]
 Draft = Callable[[Sequence[int], int], Sequence[int]]
-_NO_TARGET = -100
 
 
 class Token(NamedTuple):
@@ -223,9 +221,7 @@ class Generator:
 
     def _next_of(self, tokens: torch.Tensor, drawing: Drawing | None) -> Found:
         """What follows on tokens [t], whose places `pre_step` has said."""
-        logits = self._logits_of(tokens)
-        chosen = likeliest(logits) if drawing is None else drawing(logits)
-        return Found(chosen, twin.cross_entropy(logits, chosen, _NO_TARGET, 0.0)[0])
+        return Found(*next_tokens(self._logits_of(tokens), drawing))
 
     @property
     def busy(self) -> bool:
@@ -458,7 +454,7 @@ class Generator:
         if self.waiting and len(self.running) < self.cache.max_batch_size and self.waiting[0].name != self._stuck:
             return False
         lengths = self.pages.lengths
-        if any(one.left < 2 or lengths[name] != len(one.text) for name, one in self.running.items()):
+        if any(one.left < 2 or lengths.get(name) != len(one.text) for name, one in self.running.items()):
             return False  # it is over then, or its prompt is not yet in the cache
         return self._room(dict.fromkeys(self.running, 1))
 
@@ -475,8 +471,8 @@ class Generator:
             at += at[:1] * (rows_of(len(at), self.cache.max_batch_size) - len(at))
             tokens = flight.tokens.index_select(0, pinned.sent(torch.tensor(at, device="cpu"), self.cache.device))
         positions = [len(one.text) + 1 for one in requests]
-        found = self._graphed(tokens, [one.sampling for one in requests], positions, self.cache)
-        return self._started(requests, [1] * len(requests), {}, found, True)
+        each = self._graphed(tokens, [one.sampling for one in requests], positions, self.cache)
+        return self._started(requests, [1] * len(requests), {}, each, True)
 
     def _launched(self, drafts: dict[int, list[int]]) -> _Flight | None:
         """Launch the forward of all running requests and their drafts, and their draws; None if there are none."""
@@ -489,8 +485,8 @@ class Generator:
         packed = [x for one in new for x in one]
         if self._graphed is not None and len(packed) == len(running) and all(ready):
             positions, counts = [len(one.text) for one in running], [1] * len(running)
-            found = self._graphed(packed, [one.sampling for one in running], positions, self.cache)
-            return self._started(running, counts, drafts, found, True)
+            each = self._graphed(packed, [one.sampling for one in running], positions, self.cache)
+            return self._started(running, counts, drafts, each, True)
         logits = self._logits_of(torch.tensor(packed, dtype=torch.int64, device=self.cache.device))
         if not any(ready):
             return None
@@ -502,18 +498,17 @@ class Generator:
             logits = logits.index_select(0, pinned.sent(at, logits.device))
         settings = [one.sampling for one, n in zip(running, counts, strict=True) for _ in range(n)]
         positions = [len(one.text) + i for one, n in zip(running, counts, strict=True) for i in range(n)]
-        chosen = sample(logits, settings, positions)
-        losses, _, _ = twin.cross_entropy(logits, chosen, _NO_TARGET, 0.0)
+        each = Found(*next_tokens(logits, drawing_of(settings, positions, logits.device)))
         drawn = [(one, n) for one, n in zip(running, counts, strict=True) if n]
-        return self._started([one for one, _ in drawn], [n for _, n in drawn], drafts, Found(chosen, losses), False)
+        return self._started([one for one, _ in drawn], [n for _, n in drawn], drafts, each, False)
 
     def _started(
-        self, requests: list[_Request], counts: list[int], drafts: dict[int, list[int]], found: Found, graphed: bool
+        self, requests: list[_Request], counts: list[int], drafts: dict[int, list[int]], each: Found, graphed: bool
     ) -> _Flight:
         """A step on its way, with a copy to the host behind it."""
         total = sum(counts)
-        copies = pinned.Fetched(*(x[:total] for x in found))
-        return _Flight(requests, counts, drafts, found.tokens, graphed, copies)
+        copies = pinned.Fetched(*(x[:total] for x in each))
+        return _Flight(requests, counts, drafts, each.tokens, graphed, copies)
 
     def _read(self, flight: _Flight | None = None) -> None:
         """Wait for a step, by default the one on its way, and take its tokens; of requests that run no longer, none."""
@@ -530,19 +525,19 @@ class Generator:
 
     def _taken(self, one: _Request, drafts: dict[int, list[int]], pairs: list[tuple[int, float]]) -> list[Token]:
         """Add to a request's text the next token, and those after it as far as the draft was right."""
-        found: list[Token] = []
+        new: list[Token] = []
         for i, (token, logprob) in enumerate(pairs):
             one.text.append(token)
             ended = "stop" if token in one.stop else "length" if one.left == 0 else None
-            found.append(Token(one.name, token, logprob, ended))
+            new.append(Token(one.name, token, logprob, ended))
             if ended or i + 1 == len(pairs) or drafts[one.name][i] != token:
                 break
-        if len(found) < len(pairs):
+        if len(new) < len(pairs):
             self.cache.cut(one.name, len(one.text) - 1)
-        if found[-1].ended:
+        if new[-1].ended:
             kept = ("kept", one.name)
             self.cache.share(kept, one.name, len(one.text) - 1)
             self._kept[kept] = one.text
             del self.running[one.name]
             self._leave(one.name)
-        return found
+        return new

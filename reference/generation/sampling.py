@@ -9,7 +9,9 @@ Of a sequence that has n tokens, logits x `[V]` and a `Sampling` (temperature T,
     u      = word / 2^32                       word 0 of Philox4x32 with the key `seed` and the counter (n, 0)
     token  = the first, by number, at which the sum of w up to it (tokens that stay) is > u · (sum of all that stay)
 
-Sums are integers below 2^53, so their order means nothing. top_p · sum and u · sum are float64 products, rounded once.
+Sums are integers below 2^53, so their order means nothing. top_p · sum and u · sum are float64 products, rounded once;
+an integer is compared with one by comparing it with the product's ceiling or floor. Where all rows have T = 0, one pass
+over their logits finds tokens and losses (`twin::likeliest`).
 So a token depends on x, the settings and n alone: not on the batch, on when the sequence was admitted, or on what was
 drawn before it. Two sequences with one seed and one text continue alike: give every sequence a seed of its own.
 """
@@ -24,6 +26,8 @@ import torch
 from reference.numbers import philox
 from reference.ops.library import twin
 from reference.support import pinned
+
+_NO_TARGET = -100
 
 
 @dataclass(frozen=True)
@@ -73,15 +77,16 @@ def kept(weights: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> tor
     first = torch.arange(weights.shape[1], device=weights.device) < torch.where(top_k > 0, top_k, 2**62)[:, None]
     values = values * first
     upto = values.cumsum(1, dtype=torch.int64)
-    stays = (upto - values).double() < (top_p * upto[:, -1].double())[:, None]
+    stays = upto - values < (top_p * upto[:, -1]).ceil().long()[:, None]  # integers below a number: below its ceiling
     stays[:, 0] = True
     return torch.zeros_like(weights).scatter_(1, tokens, values * stays)
 
 
 def drawn(weights: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     """Tokens int64 `[rows]` of weights int32 `[rows, V]` and u float64 `[rows]`."""
-    upto = weights.cumsum(1, dtype=torch.int64).double()
-    return torch.searchsorted(upto, (upto[:, -1] * u)[:, None], right=True)[:, 0]
+    upto = weights.cumsum(1, dtype=torch.int64)
+    height = (upto[:, -1] * u).floor().long()  # an integer is above a number if it is above its floor
+    return torch.searchsorted(upto, height[:, None], right=True)[:, 0]
 
 
 class Drawing:
@@ -130,16 +135,23 @@ def limited_rows(settings: Sequence[Sampling]) -> list[int]:
     return [row for row, one in enumerate(settings) if one.sorts]
 
 
-def likeliest(logits: torch.Tensor) -> torch.Tensor:
-    """Tokens int64 `[rows]` as temperature 0 takes them, from logits `[rows, V]`; contiguous."""
-    temperature = torch.zeros(len(logits), dtype=torch.float32, device=logits.device)
-    return twin.token_weights(logits, temperature).argmax(1)  # of each row one token alone has a weight
+def drawing_of(settings: Sequence[Sampling], positions: Sequence[int], device: torch.device) -> Drawing | None:
+    """How rows are drawn; None where all take their likeliest token."""
+    if not any(one.temperature for one in settings):
+        return None
+    drawing = Drawing(len(settings), len(limited_rows(settings)), device)
+    drawing.fill(settings, positions)
+    return drawing
+
+
+def next_tokens(logits: torch.Tensor, drawing: Drawing | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each row's token, int64 `[rows]`, and its loss, fp32 `[rows]`, from logits `[rows, V]`; contiguous."""
+    if drawing is None:
+        return twin.likeliest(logits)  # type: ignore[no-any-return]
+    tokens = drawing(logits)
+    return tokens, twin.cross_entropy(logits, tokens, _NO_TARGET, 0.0)[0]
 
 
 def sample(logits: torch.Tensor, settings: Sequence[Sampling], positions: Sequence[int]) -> torch.Tensor:
     """Tokens int64 `[rows]` that follow on sequences of `positions` tokens, from logits `[rows, V]`; contiguous."""
-    if not any(one.temperature for one in settings):
-        return likeliest(logits)
-    drawing = Drawing(len(logits), len(limited_rows(settings)), logits.device)
-    drawing.fill(settings, positions)
-    return drawing(logits)
+    return next_tokens(logits, drawing_of(settings, positions, logits.device))[0]
