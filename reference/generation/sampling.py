@@ -28,6 +28,7 @@ from reference.ops.library import twin
 from reference.support import pinned
 
 _NO_TARGET = -100
+MOST = 2**62  # tokens: the largest top_k
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Sampling:
                 raise ValueError(f"Sampling: {name}={value!r}; {text} is accepted.")
 
         check("temperature", (int, float), 0, 1e30, "a number from 0 to 1e30")
-        check("top_k", int, 0, 2**62, "an int from 0 (all tokens) on")
+        check("top_k", int, 0, MOST, "an int from 0 (all tokens) on")
         check("top_p", (int, float), 0, 1, "a number from 0 to 1 (all tokens)")
         check("seed", int, 0, 2**64 - 1, "an int from 0 to 2^64 - 1")
 
@@ -72,13 +73,13 @@ def uniform(seeds: Sequence[int], positions: Sequence[int]) -> Any:
 
 
 def kept(weights: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """Weights int32 `[rows, V]`, +0 where a token cannot be drawn; top_k int64 `[rows]`, top_p float64 `[rows]`."""
+    """Weights int32 `[rows, V]`, 0 where a token cannot be drawn; top_k int64 `[rows]`, 1 or more, top_p float64."""
     values, tokens = weights.sort(dim=1, descending=True, stable=True)
-    first = torch.arange(weights.shape[1], device=weights.device) < torch.where(top_k > 0, top_k, 2**62)[:, None]
+    first = torch.arange(weights.shape[1], device=weights.device) < top_k[:, None]
     values = values * first
     upto = values.cumsum(1, dtype=torch.int64)
     stays = upto - values < (top_p * upto[:, -1]).ceil().long()[:, None]  # integers below a number: below its ceiling
-    stays[:, 0] = True
+    stays[:, 0].fill_(True)
     return torch.zeros_like(weights).scatter_(1, tokens, values * stays)
 
 
@@ -113,7 +114,7 @@ class Drawing:
                 rows = limited_rows(settings)
                 rows += rows[:1] * (self.limited - len(rows))  # again the first of them: it is written twice, alike
                 host[2, : self.limited] = rows
-                host[3, : self.limited] = [settings[row].top_k for row in rows]
+                host[3, : self.limited] = [settings[row].top_k or MOST for row in rows]
                 host[4].view(np.float64)[: self.limited] = [settings[row].top_p for row in rows]
             self._settings = settings
         host[1].view(np.float64)[:] = uniform([one.seed for one in settings], positions)

@@ -29,7 +29,7 @@ class Fetched:
         self._done = None
         if tensors[0].is_cuda:
             self._done = torch.cuda.Event()
-            self._done.record()
+            self._done.record(torch.cuda.current_stream(tensors[0].device))
 
     def wait(self) -> list[torch.Tensor]:
         """The copies, when they are there."""

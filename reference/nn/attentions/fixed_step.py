@@ -52,8 +52,17 @@ class FixedStep:
         self.tensors: Any = (positions, into, None, None, table, steps, lengths, starts)
         self._places, self._into, self._positions, self._lengths, self._table = (x.numpy() for x in parts(self._host))
         self._rows = np.arange(rows)
+        self._together: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._pages: list[list[int]] = [[] for _ in range(rows)]  # whose numbers the rows of the table hold,
         self._ends = [(0, -1)] * rows  # and how many they were then, and the last of them
+
+    def together(self, queries: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """`rows_lengths` and `rows_starts` of `StepTensors`, where so many queries share a head of keys."""
+        if queries not in self._together:
+            steps, starts = self.tensors[-3], self.tensors[-1]
+            with torch.inference_mode(False):
+                self._together[queries] = (steps * queries, starts * queries)
+        return self._together[queries]
 
     def fill(self, tokens: list[int] | torch.Tensor | None, lengths: list[int], pages: list[list[int]]) -> None:
         """Let the next forward be of the batch's sequences: one copy from the host, as it is now.

@@ -441,7 +441,9 @@ class InferenceParams(OfCache, DeviceDefault):
         if self.pages is not None:
             most, scales = self._columns_of(self.pages) * self.pages.size, self.scales.get(number, (None, None))
             if self._held is not None:
-                return Cached("paged", 0, most, 1), StepTensors(*cache, *self._held.tensors, *scales)
+                queries = core.num_attention_heads_per_partition // core.num_gqa_groups_per_partition
+                rows: Any = self._held.together(queries)
+                return Cached("paged", 0, most, 1), StepTensors(*cache, *self._held.tensors, *scales, *rows)
             if "paged" not in self._mixed:
                 self._mixed["paged"] = self._paged_tensors(self.pages, length)
             keys = min(-(-longest // BLOCK) * BLOCK, most)
