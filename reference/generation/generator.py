@@ -516,28 +516,33 @@ class Generator:
             flight, self._flight = self._flight, None
         if flight is None:
             return
-        tokens, losses = flight.found.wait()
-        pairs = iter(zip(tokens.tolist(), (-losses).tolist(), strict=True))
+        found, losses = flight.found.wait()
+        tokens, logprobs = found.tolist(), (-losses).tolist()
+        at = 0
         for one, n in zip(flight.requests, flight.counts, strict=True):
-            drawn = list(islice(pairs, n))
             if one.name in self.running:
-                self._tokens += self._taken(one, flight.drafts, drawn)
+                drawn = slice(at, at + n)
+                self._take(one, tokens[drawn], logprobs[drawn], flight.drafts.get(one.name, []))
+            at += n
 
-    def _taken(self, one: _Request, drafts: dict[int, list[int]], pairs: list[tuple[int, float]]) -> list[Token]:
+    def _take(self, one: _Request, tokens: list[int], logprobs: list[float], draft: list[int]) -> None:
         """Add to a request's text the next token, and those after it as far as the draft was right."""
-        new: list[Token] = []
-        for i, (token, logprob) in enumerate(pairs):
+        last = len(tokens) - 1
+        for i, token in enumerate(tokens):
             one.text.append(token)
-            ended = "stop" if token in one.stop else "length" if one.left == 0 else None
-            new.append(Token(one.name, token, logprob, ended))
-            if ended or i + 1 == len(pairs) or drafts[one.name][i] != token:
+            ended = "stop" if token in one.stop else None if one.left else "length"
+            self._tokens.append(Token(one.name, token, logprobs[i], ended))
+            if ended:
                 break
-        if len(new) < len(pairs):
+            if i == last:
+                return
+            if draft[i] != token:
+                break
+        if i < last:
             self.cache.cut(one.name, len(one.text) - 1)
-        if new[-1].ended:
+        if ended:
             kept = ("kept", one.name)
             self.cache.share(kept, one.name, len(one.text) - 1)
             self._kept[kept] = one.text
             del self.running[one.name]
             self._leave(one.name)
-        return new
