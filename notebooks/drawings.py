@@ -159,8 +159,8 @@ def recipes(losses: Mapping[str, Sequence[float]], ill: Mapping[str, Sequence[fl
         for name, colour in colours.items():
             look = {"color": colour, "linewidth": 6 if name == "bf16" else 1.6}
             axes.plot(runs[name], "--" if name == "mxfp8" else "-", **look)
-        axes.set(xlabel="step", title=title, xlim=(0, len(losses["bf16"])), ylim=(0, 6))
-    left.set_ylabel("loss, nats a byte")
+        axes.set(xlabel="step", title=title, xlim=(0, len(losses["bf16"])), ylim=(0, 8.5))
+    left.set_ylabel("loss, bits a byte")
     left.legend(colours, fontsize=8, ncols=2)
 
 
@@ -204,5 +204,5 @@ def losses(runs: Mapping[str, Sequence[float]]) -> None:
     _, axes = plt.subplots(figsize=(8.5, 2.9))
     for (name, run), (colour, line, width) in zip(runs.items(), looks, strict=False):
         axes.plot(run, line, color=colour, linewidth=width, label=name)
-    axes.set(xlabel="step", ylabel="loss, nats a byte", xlim=(0, len(next(iter(runs.values())))), ylim=(0, 6))
+    axes.set(xlabel="step", ylabel="loss, bits a byte", xlim=(0, len(next(iter(runs.values())))), ylim=(0, 8.5))
     axes.legend(fontsize=9)

@@ -44,6 +44,7 @@ _MODULES = (
     "train",
     "seeds",
     "trainer",
+    "trail",
     "decode",
     "generator",
     "first_step",
@@ -91,7 +92,7 @@ class Group:
 
     def page(self) -> str:
         """The page's text."""
-        how = "Ours and theirs ran in one run, in an order drawn anew for each round."
+        how = "All libraries of a table ran in one run, in an order that is drawn again for each round."
         how = how if self.name != "tested" else "What was compared, injected and counted."
         again = "[All results](../results.md), and how to measure again."
         first, *others = (f"![{shows}](../{name}.png)" for name, shows in ((self.picture, self.shows), *self.more))
@@ -141,7 +142,7 @@ GROUPS = (
         "Optimizer",
         "optimizer",
         "optimizer",
-        "Bars show the time of an optimizer's step, ours and PyTorch's",
+        "Bars show the time of an optimizer's step, here and in PyTorch",
         ("adam",),
     ),
     Group(
@@ -163,7 +164,7 @@ GROUPS = (
         "training",
         "train",
         "Left: losses of a GPT over 2,000 steps. Right: tokens per second beside compiled PyTorch",
-        ("train", "seeds", "trainer", "training", "single_gpu"),
+        ("train", "seeds", "trainer", "trail", "training", "single_gpu"),
         (
             ("seeds", "Losses by recipe; beside bf16's, a band over seeds; the last tenth"),
             ("single_gpu", "Bars show samples a second and GiB of a BERT's training; each row adds one technique"),
@@ -226,8 +227,8 @@ def summary() -> str:
     rows = [*layers, *(row for one in shown for row in one), products]
     how = "How many times faster FP8 is here than others in the same run; [all results](docs/results.md)."
     note = (
-        "A layer's time is forward and backward: ours with exact attention, whose bits a CPU reproduces, PyTorch's in "
-        "its fastest variant, with cuDNN's attention. "
+        "A layer's time is that of forward and backward. Twin Engine has exact attention, whose bits a CPU reproduces. "
+        f"PyTorch has cuDNN's attention. {_built('layer', layer_tables.fastest)} "
         f"{_built('layer', layer_tables.launches)} {_built('layer', about)}"
     )
     left_out = [name for name in old if name in builders]
@@ -299,7 +300,9 @@ def equality() -> str:
     whys = "; ".join(dict.fromkeys(row["why"] for row in problems["rows"] if row["differing_words"]))
     count, equal = problems["problems"], problems["problems_with_every_word_equal"]
     words = (f"{problems[name]:,}" for name in ("words", "differing_words"))
-    rows.append(("our GEMM and cuBLASLt's on one GPU", *words, f"{equal} of {count} GEMMs have every word; {whys}"))
+    rows.append(
+        ("our GEMM and cuBLASLt's on one GPU", *words, f"{equal} of {count} GEMMs are equal in every word; {whys}")
+    )
     rows += _built("rowwise_torchao", rowwise_torchao.equality) or []
     theirs = _built("transformer_engine", lambda payload: payload["ops"]) or []
     names = {row["op"] for row in theirs if row["different"]}
@@ -335,6 +338,7 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
     measure.ROOT / "docs" / "numerics.md": {"checks": checks},
     measure.ROOT / "docs" / "results.md": {"results": index},
     measure.ROOT / "docs" / "one_gpu.md": {"rungs": rungs},
+    measure.ROOT / "docs" / "two_runs.md": {"results": lambda: markdown(("trail",))},
     **{group.path: {"": group.page} for group in GROUPS},  # built as a whole
 }
 

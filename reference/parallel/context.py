@@ -22,7 +22,7 @@ import torch
 
 from reference.ops.attentions.attention_options import Options
 from reference.ops.library import twin
-from reference.parallel.chain import gathered_rows, ranks_of
+from reference.parallel.ordered_reduce import gathered_rows, ranks_of
 
 Tensors = tuple[torch.Tensor, ...]
 

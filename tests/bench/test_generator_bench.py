@@ -7,25 +7,18 @@ from unittest import mock
 
 import pytest
 import torch
-from shared import training_text
+from shared.generator_sizes import CASE, SMALL
 
 from optimized.bench.models import generator
 from optimized.bench.models import generator_contestants as contestants
-from optimized.training.settings import Settings
-
-CASE = replace(generator.CASE, hidden=64, ffn=64, heads=4, kv_heads=2, sequence=128)
-SMALL: dict[str, Any] = {"LAYERS": 1, "PAIRS": ((1, 112), (2, 112)), "THEIR_PAIRS": (), "STEPS": 1}
-SMALL |= {"UNCOUNTED": 0, "SEQUENCES": 3, "LENGTHS": (3, 140)}
 
 
 def run(**options: Any) -> dict[str, Any]:
     nothing: dict[str, Any] = {"synchronize": lambda: None, "reset_peak_memory_stats": lambda: None}
     nothing |= {"memory_allocated": lambda: 1 << 20, "max_memory_allocated": lambda: 3 << 20}
-    settings = Settings(sequence=16, hidden=32, rows=2, layers=1, precision="delayed")
     with mock.patch.multiple(generator, **SMALL), mock.patch.multiple(torch.cuda, **nothing):
         found = generator.run(
-            **{"repeats": 1, "case": CASE, "vocabulary": 64, "settings": settings, "text": training_text.corpus()},
-            **{"device": "cpu", **options},
+            **{"repeats": 1, "case": CASE, "vocabulary": 64, "device": "cpu", **options},
         )
     return json.loads(json.dumps(found))  # type: ignore[no-any-return]
 
@@ -49,30 +42,8 @@ def test_the_whole_benchmark_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> Non
     assert tokens * each <= memory["in pages"]["bytes"] < (tokens + 3 * 128) * each
     assert memory["in pages, FP8"]["bytes"] == memory["in pages"]["bytes"] * (16 + 4) // 32
     assert all(row["peak_bytes"] == 2 << 20 for row in memory.values())
-    assert payload["trail"]["ratio"] > 0
-    assert payload["trail"]["bytes_a_step"] > 0
     titles = [one.title for one in generator.tables(payload)]
-    assert titles == [
-        *("Decoding with te.Generator", "The price of a written order", "A cache in pages", "What a trail costs")
-    ]
-
-
-@pytest.mark.integration
-@pytest.mark.filterwarnings("ignore")  # of the libraries
-@torch.no_grad()
-def test_hugging_faces_model_goes_on_from_a_filled_cache() -> None:
-    pytest.importorskip("transformers")
-    model = contestants.their_model(CASE, 1, 64, "cpu")
-    entrant = contestants.HuggingFace(model, CASE, 2, 112, backend="eager")
-    assert int(entrant.cache.get_seq_length()) == 112 - contestants.LEFT + 3
-    entrant.block(2)
-    assert int(entrant.cache.get_seq_length()) == 112 - contestants.LEFT + 5
-    now = generator._Run(1e9)
-    small = mock.patch.multiple(generator, **{**SMALL, "THEIR_PAIRS": ((2, 112),)})
-    with small, mock.patch.object(torch.cuda, "synchronize"):
-        (row,) = generator.theirs(now, CASE, 64, 1, "cpu", backend="eager")
-    assert (row["name"], row["batch"], row["context"]) == (generator.THEIRS, 2, 112)
-    assert not now.missing
+    assert titles == ["Decoding with te.Generator", "The price of a written order", "A cache in pages"]
 
 
 def test_a_part_that_fails_or_comes_too_late_leaves_a_sentence() -> None:
@@ -83,8 +54,8 @@ def test_a_part_that_fails_or_comes_too_late_leaves_a_sentence() -> None:
     assert generator.tables(payload)
     late = run(seconds=-1.0)
     assert late["rows"] == []
-    assert late["memory"] is late["trail"] is None
-    assert late["missing"]["trail"].startswith("TimeoutError: the time of the run")
+    assert late["memory"] is None
+    assert late["missing"]["memory"].startswith("TimeoutError: the time of the run")
     assert generator.tables(late) == []
 
 
@@ -97,7 +68,7 @@ def test_the_speed_is_compared_with_the_better_of_the_others() -> None:
     ]
     times = {"in order": 90.0, "flash": 30.0, "cuDNN": 45.0}
     payload: dict[str, Any] = {
-        **{"rows": rows, "memory": None, "trail": None, "transformers": "5.0", "sizes": {"layers": 4, "vocabulary": 9}},
+        **{"rows": rows, "memory": None, "transformers": "5.0", "sizes": {"layers": 4, "vocabulary": 9}},
         "attention": [{"name": name, "context": 2048, "us": {"median": us}} for name, us in times.items()],
         "provenance": {"date": "2026-01-02T03:04:05", "cuda": "13", "torch": "2", "cupy": "14", "kernels": {}},
     }

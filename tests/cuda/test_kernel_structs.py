@@ -14,6 +14,7 @@ from optimized import defaults
 from optimized.cuda import compiler
 from optimized.ops.attentions import attention, attention_backward, attention_decode, rotary, softmax
 from optimized.ops.casts import cat_cast_transpose, multi_cast_transpose, multi_current_scale, scale_update
+from optimized.ops.digests import word_sums
 from optimized.ops.gemms import gemm_fused, gemm_operands
 from optimized.ops.optimizers import adafactor, adam, adam_states, clip_grads, grad_norm, sgd
 
@@ -96,6 +97,7 @@ CASES = [
     table("multi_current_scale", multi_current_scale._MATRIX),
     table("scale_update", scale_update._MODULE, "Module"),
     table("sgd", sgd._ROW),
+    table("word_sums", word_sums._ROW),
     Case("rotary", "Strides", rotary.STRIDES),
     Case("softmax", "Mask", softmax._MASK, names={"strides": "b"}),
     *(Case(kernel, "OperandMaps", gemm_operands.MAPS) for kernel in GEMMS),

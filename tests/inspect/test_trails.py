@@ -13,8 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import optimized
 import reference as te
-from reference.inspect.recorded_step.digest import splitmix64
-from reference.inspect.trails import file, sums
+from reference.inspect.trails import compare, file, sums
+from reference.numbers.splitmix import splitmix64
+from reference.ops.digests import word_sums
 from reference.support import files
 
 BF16 = torch.bfloat16
@@ -52,11 +53,11 @@ def test_a_digest_does_not_depend_on_what_is_beside(limits: tuple[int, int], mon
     tensors = [(random_bytes(n * 8, n) % 2).view(dtypes[n % 6]) for n in (1, 2, 3, 2048, 5000, 20001, 0, 8192)]
     tensors += [random_bytes(90).view(9, 10).t(), random_bytes(64)[3:41]]  # another layout, an odd address
     alone = torch.cat([sums.sums([x.contiguous().clone()]) for x in tensors])
-    monkeypatch.setattr(sums, "_ALONE", limits[0])
-    monkeypatch.setattr(sums, "_BATCH", limits[1])
-    sums._layout.cache_clear()
+    monkeypatch.setattr(word_sums, "_ALONE", limits[0])
+    monkeypatch.setattr(word_sums, "_BATCH", limits[1])
+    word_sums._layout.cache_clear()
     assert torch.equal(sums.sums(tensors), alone)
-    sums._layout.cache_clear()
+    word_sums._layout.cache_clear()
 
 
 def test_every_flipped_bit_changes_a_digest_and_is_found() -> None:
@@ -206,6 +207,25 @@ def test_a_trail_has_a_line_for_each_step_of_any_model(tmp_path: Path) -> None:
     assert np.array_equal(file.read(tmp_path / "b").steps[4][1], trail.steps[4][1])
 
 
+def test_a_line_stays_what_it_was(tmp_path: Path) -> None:
+    """Of parameters of 16 and 32 bits and of seven bytes at an odd address, as the first version wrote them."""
+    model = torch.nn.Linear(110, 41)
+    model.weight.data = torch.arange(110 * 41).view(41, 110).bfloat16()
+    model.bias.data = torch.arange(-20.0, 21.0)
+    model.register_buffer("odd", torch.arange(100).to(torch.int8)[3:10])
+    with te.trail(tmp_path / "a", model) as trail:
+        trail.step()
+    head, line = (tmp_path / "a").read_text().splitlines()
+    assert head == (
+        '{"twin_engine":"trail","version":1,"rank":0,"ranks":1,"tensors":[["parameters/weight","bfloat16",[41,110]],'
+        '["parameters/bias","float32",[41]],["buffers/odd","int8",[7]]]}'
+    )
+    assert line == (
+        '{"step":1,"digests":"tPVYOl4CAADk70o5PjZm7bA+UGslSGS9AAAgKAAAAAAAAGApgQGvIwAAMG6RTgc/CgwOBgAAAABul0RvHKK6r8pO'
+        'BrS38mN7","crc32":832482419}'
+    )
+
+
 def test_a_trail_of_our_layers_has_their_fp8_state(tmp_path: Path) -> None:
     model, optimizer = trained()
     with te.trail(tmp_path / "a", model, optimizer) as trail:
@@ -318,3 +338,28 @@ def test_a_gpu_writes_the_same_trail(tmp_path: Path) -> None:
                 model.zero_grad()
                 step(model, given(device), RECIPES["delayed"], optimizer)
     assert (tmp_path / "cpu").read_bytes() == (tmp_path / "cuda").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("every", "wrong", "since", "before"),
+    [
+        (1, 1, "in step 1", "It is the first step that all of them have."),
+        (1, 4, "in step 4", "3 steps before are the same."),
+        (3, 5, "between steps 3 and 6", "1 steps before are the same."),
+    ],
+)
+def test_two_trails_part_at_the_first_step_of_other_bits(
+    tmp_path: Path, every: int, wrong: int, since: str, before: str
+) -> None:
+    """And after every step that is alike: those are counted."""
+    for name in "ab":
+        weight = torch.nn.Parameter(torch.ones(3))
+        optimizer = torch.optim.SGD([weight], lr=0.5)
+        with te.trail(tmp_path / name, torch.nn.ParameterList([weight]), optimizer, every):
+            for step in range(1, 8):
+                weight.grad = torch.full((3,), 2.0 if name == "b" and step == wrong else 1.0)
+                optimizer.step()
+    found = compare.compare([file.read(tmp_path / name) for name in "ab"])
+    assert found.lines[0].startswith(f"Different bits {since}: ")
+    assert before in found.lines
+    assert not found.equal

@@ -1,20 +1,18 @@
 """The inference engine: `te.Generator` beside Hugging Face's compiled decoding and plain PyTorch in a CUDA graph; the
-memory of pages; the price of a written order of attention's keys; the cost of `te.trail` (docs/results/generator.json).
+memory of pages; the price of a written order of attention's keys (docs/results/generator.json).
 
 **Decoding.** Four layers of Llama 3 8B's shape with its whole vocabulary, random weights, greedy. Who decodes and what
 its cache holds is in `generator_contestants`. At each batch and context the host's clock measures blocks of steps, from
 a step's beginning until its tokens are numbers on the host; ours also computes log-probabilities, and has the tokens of
-a step when the next one is on its way. Contestants take
-turns where their caches fit the GPU together, and otherwise run one after the other. Hugging Face's forward is compiled
-for each size, so it comes last, size by size, as long as there is time: compilation has `COMPILING` seconds at most.
+a step when the next one is on its way. Contestants take turns where their caches fit the GPU together, and otherwise
+run one after the other. Hugging Face's forward is compiled for each size, so it comes last, size by size, as long as
+there is time: compilation has `COMPILING` seconds at most.
 
 **Attention** of one query of each head with all keys of one sequence, alone: sixteen calls in a CUDA graph, each with
 keys of its own, so that L2 does not hold them. Ours walks along the keys of a head in order, in one block of threads.
 
 **Memory** of caches for sequences of mixed lengths, in pages and without: the bytes of their tensors, and the most that
 torch's allocator held beside the weights until a step of one token each had run.
-
-**Trail.** Whole steps of the 124m model of `twin train` in FP8, with and without a line of `te.trail` after each.
 
 A part that fails, or for which there is no time, leaves a sentence in `missing`; the others stand.
 """
@@ -24,11 +22,8 @@ import gc
 import importlib.util
 import itertools
 import random
-import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,17 +35,13 @@ from optimized import measure
 from optimized.bench import Payload, Progress, result, silent
 from optimized.bench.layers import decode, layer
 from optimized.bench.layers.layer_models import Case
-from optimized.bench.models import train
 from optimized.bench.models.generator_contestants import Engine, HuggingFace, Loop, Model, Weights, fill, their_model
 from optimized.bench.table import Table, table
-from optimized.training import corpus
-from optimized.training.settings import SIZES, Settings
-from optimized.training.trainer import Trainer
 from reference.ops.library import twin
 
 NAME = "generator"
-WHAT = "te.Generator, pages, a written order, te.trail"
-KERNELS = tuple(sorted({*decode.KERNELS, *train.KERNELS, "likeliest", "token_weights"}))
+WHAT = "te.Generator, pages, a written order"
+KERNELS = tuple(sorted({*decode.KERNELS, "likeliest"}))
 LAYERS, VOCABULARY, LONGEST = 4, 128256, 32768
 CASE = Case("Llama 3 8B", 4096, 14336, 32, LONGEST, 1, torch.bfloat16, True, 0.0, True, 8, True)
 PAIRS = (*itertools.product((1, 32, 256), (512, 2048, 8192)), (1, LONGEST))  # batches and contexts
@@ -252,49 +243,22 @@ def memory(run: _Run, case: Case, vocabulary: int, device: str) -> dict[str, Any
     return {"sequences": SEQUENCES, "tokens": sum(lengths), "longest": most, "page": PAGE, "rows": rows}
 
 
-def trail(run: _Run, settings: Settings, text: corpus.Corpus | None, repeats: int, device: str) -> dict[str, Any]:
-    """Steps with and without a line after each."""
-    trainer = Trainer(settings, corpus.read() if text is None else text, device)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "run.trail"
-        writer = te.trail(path, trainer.model)
-
-        def steps(count: int, after: Callable[[], object]) -> None:
-            for _ in range(count):
-                trainer.train()
-                after()
-
-        blocks = {"without": lambda n: steps(n, lambda: None), "with": lambda n: steps(n, writer.step)}
-        for block in blocks.values():
-            block(3)
-        samples = layer.timed(blocks, repeats, STEPS, UNCOUNTED)
-        writer.close()
-        size, lines = path.stat().st_size, writer.steps
-    ms = {name: measure.spread(values) for name, values in samples.items()}
-    ratio = ms["with"]["median"] / ms["without"]["median"]
-    run.say(f"trail: {ms['without']['median']:.2f} ms without, {ms['with']['median']:.2f} ms with, {ratio:.3f}")
-    what = f"{settings.layers} layers, hidden {settings.hidden}, {settings.tokens} bytes a step, {settings.precision}"
-    return {"model": what, "ms": ms, "ratio": ratio, "bytes_a_step": size / lines}
-
-
 @torch.no_grad()
 def run(
     progress: Progress = silent,
     repeats: int = REPEATS,
     case: Case = CASE,
     vocabulary: int = VOCABULARY,
-    settings: Settings | None = None,
-    text: corpus.Corpus | None = None,
     device: str = "cuda",
     seconds: float = SECONDS,
     **options: Any,
 ) -> Payload:
     """Measure; `options` are for the `torch.compile` of Hugging Face's forward."""
     now, done = _Run(seconds), itertools.count(1)
-    found: dict[str, Any] = {"attention": [], "memory": None, "trail": None}
+    found: dict[str, Any] = {"attention": [], "memory": None}
 
     def tick() -> None:
-        progress(next(done) / (len(PAIRS) + 4))
+        progress(next(done) / (len(PAIRS) + 3))
 
     rows = decoding(now, case, vocabulary, repeats, device, tick)
     _free()
@@ -306,12 +270,6 @@ def run(
     with now.part("memory"):
         now.in_time()
         found["memory"] = memory(now, case, vocabulary, device)
-    _free()
-    tick()
-    with now.part("trail"), torch.enable_grad():
-        now.in_time()
-        settings = settings or replace(SIZES["124m"], precision="delayed")
-        found["trail"] = trail(now, settings, text, repeats, device)
     _free()
     tick()
     layer.clear()
@@ -373,7 +331,7 @@ def _decoding_tables(payload: Payload) -> Iterator[Table]:
 
 
 def tables(payload: Payload) -> list[Table]:
-    """Decoding, the written order's price, memory, the trail."""
+    """Decoding, the written order's price, memory."""
     found = list(_decoding_tables(payload))
     if memory := payload["memory"]:
         rows = [
@@ -385,10 +343,4 @@ def tables(payload: Payload) -> list[Table]:
             "allocated beside the weights until a step of one token each had run."
         )
         found.append(table(payload, "A cache in pages", ("", "cache, GiB", "at most, GiB"), rows, how))
-    if trail := payload["trail"]:
-        cells = [f"{trail['ms'][name]['median']:.2f}" for name in ("without", "with")]
-        last = (f"{trail['ratio']:.3f}×", f"{trail['bytes_a_step'] / 1024:.1f}")
-        columns = ("", "ms a step", "with a trail", "times", "KiB a line")
-        how = "Whole training steps without and with a line of `te.trail` after each, in turns."
-        found.append(table(payload, "What a trail costs", columns, [(trail["model"], *cells, *last)], how))
     return found

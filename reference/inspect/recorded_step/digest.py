@@ -20,6 +20,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from reference.numbers.splitmix import splitmix64
+
 ROW = 1 << 16
 PIECE = 1 << 24  # words at a time: 128 MiB of products
 _NAN = {
@@ -28,15 +30,6 @@ _NAN = {
     torch.float16: (torch.int16, 0x7E00),
 }
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def splitmix64(j: np.ndarray) -> np.ndarray:
-    """The j-th number of Steele, Lea and Flood's generator SplitMix64 with seed 0: uint64, any shape."""
-    with np.errstate(over="ignore"):
-        z = (j.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
 
 
 def _h(first: int, count: int) -> np.ndarray:

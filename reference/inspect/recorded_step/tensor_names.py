@@ -39,11 +39,11 @@ def every_named(
     for kind, named in (("parameters", parameters), ("buffers", model.named_buffers())):
         for name, x in named:
             owner = name.rpartition(".")[0]
-            for part, its in _parts(name, x):
+            for part, its in parts_of(name, x):
                 yield kind, part, owner, its
             main_grad = getattr(x, "main_grad", None)
             if isinstance(main_grad, torch.Tensor):
-                for part, its in _parts(f"{name}.main_grad", main_grad):
+                for part, its in parts_of(f"{name}.main_grad", main_grad):
                     yield "gradients", part, owner, its
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
@@ -58,15 +58,15 @@ def every_named(
     for p, state in optimizer.state.items() if optimizer is not None else ():
         for name, x in state.items():
             if isinstance(x, torch.Tensor):
-                for part, its in _parts(f"{of.get(id(p), 'parameter')}.{name}", x):
+                for part, its in parts_of(f"{of.get(id(p), 'parameter')}.{name}", x):
                     yield "optimizer", part, of.get(id(p), "").rpartition(".")[0], its
     for name, x in parameters if gradients else ():
         if x.grad is not None:
-            for part, its in _parts(f"{name}.grad", x.grad):
+            for part, its in parts_of(f"{name}.grad", x.grad):
                 yield "gradients", part, name.rpartition(".")[0], its
 
 
-def _parts(name: str, x: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+def parts_of(name: str, x: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """A tensor, or those that it is made of."""
     if isinstance(x, KeptTensor):
         yield name, x.codes
@@ -76,4 +76,4 @@ def _parts(name: str, x: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     elif hasattr(x, "__tensor_flatten__"):
         for inner in x.__tensor_flatten__()[0]:
             part = getattr(x, inner)
-            yield from _parts(name if inner == "_local_tensor" else f"{name}.{inner}", part)
+            yield from parts_of(name if inner == "_local_tensor" else f"{name}.{inner}", part)

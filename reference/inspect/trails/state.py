@@ -30,6 +30,11 @@ def check(what: str, model: Any, optimizer: Any) -> None:
         raise TypeError(f"{what}: optimizer={optimizer!r}; a torch.optim.Optimizer or None is accepted.")
 
 
+def where(x: torch.Tensor) -> tuple[Any, ...]:
+    """A tensor's memory, and how it lies in it."""
+    return x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride()
+
+
 def state_of(what: str, model: torch.nn.Module, optimizer: Any, kinds: tuple[str, ...]) -> dict[str, torch.Tensor]:
     """Tensors by kind and name, kinds in the order of `KINDS`, of each the order of the model.
 
@@ -48,9 +53,8 @@ def state_of(what: str, model: torch.nn.Module, optimizer: Any, kinds: tuple[str
                     f"{what}: {kind}/{name} is {'on the meta device' if x.is_meta else x.layout}; dense tensors with "
                     f"memory are accepted."
                 )
-            where = (x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride())
-            if not x.numel() or where not in seen:
-                seen.add(where)
+            if not x.numel() or where(x) not in seen:
+                seen.add(where(x))
                 found[f"{kind}/{name}"] = x
     return found
 

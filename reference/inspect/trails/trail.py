@@ -11,7 +11,8 @@ import torch
 
 from reference.arguments import is_int
 from reference.inspect.trails import file
-from reference.inspect.trails.state import check, state_of
+from reference.inspect.trails.state import check
+from reference.inspect.trails.state_again import StateAgain
 from reference.inspect.trails.sums import sums
 from reference.support import files
 from reference.support.notice import say_once
@@ -56,8 +57,10 @@ def trail(
     The file is added to, never written again: a run that goes on goes on in it. The half line of a process that was
     killed is cut off, with a notice.
 
-    Cost: each word is read twice and small tensors are copied once, in a few dozen kernels; one copy to the host a
-    step, for which nobody waits: the line is written up to four steps later, or at the end. Up to 64 MiB of memory.
+    Cost: on a Hopper GPU one kernel reads each word once; elsewhere each word is read twice and small tensors are
+    copied once, by a few dozen of torch's ops and up to 64 MiB of memory. One copy to the host a step, for which nobody
+    waits: the line is written up to four steps later, or at the end. Names are made once and again where a model has
+    changed.
 
     Args:
         path: of the file.
@@ -100,6 +103,7 @@ class TrailWriter:
         self.rank, self.ranks = _place()
         self.path = path if self.ranks == 1 else path.with_name(f"{path.stem}.rank{self.rank}{path.suffix}")
         self.model, self.every = model, every
+        self._state = StateAgain("trail", model, KINDS)
         before = self._before()
         self.steps = before if start is None else int(start)
         self._tensors: tuple[file.Named, ...] | None = None
@@ -125,15 +129,11 @@ class TrailWriter:
             self._write(self._waiting.popleft())
 
     def _digested(self) -> _Step:
-        state = state_of("trail", self.model, None, KINDS)
-        tensors = list(state.values())
-        named = tuple(
-            file.Named(name, str(x.dtype).removeprefix("torch."), tuple(x.shape)) for name, x in state.items()
-        )
-        order, digests, events = [], [], []
-        for device in dict.fromkeys(x.device for x in tensors):
-            mine = [i for i, x in enumerate(tensors) if x.device == device]
-            found = sums([tensors[i] for i in mine])
+        named, groups = self._state.now()
+        order: list[int] = []
+        digests, events = [], []
+        for device, mine, tensors in groups:
+            found = sums(tensors)
             if device.type == "cuda":
                 host = torch.empty(found.shape, dtype=found.dtype, device="cpu", pin_memory=True)
                 host.copy_(found, non_blocking=True)

@@ -13,7 +13,7 @@ from shared.tensor_ranks import BF16, RECIPES, compare, in_one, numbers, on_rank
 
 import reference as te
 from reference.inspect.statistics import collect_stats
-from reference.parallel import chain
+from reference.parallel import ordered_reduce
 from reference.recipe import Float8CurrentScaling, Float8RowwiseScaling
 
 SEQUENCE, BATCH, IN, OUT = 12, 3, 512, 512
@@ -451,8 +451,8 @@ def test_what_two_ranks_share_and_what_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_bands_of_an_output() -> None:
-    assert chain.bands(128 * chain.BANDS + 130)[-1] == (1024, 1154)
-    assert chain.bands(300) == [(0, 128), (128, 256), (256, 300)]
+    assert ordered_reduce.bands(128 * ordered_reduce.BANDS + 130)[-1] == (1024, 1154)
+    assert ordered_reduce.bands(300) == [(0, 128), (128, 256), (256, 300)]
 
 
 def test_ranks_may_share_a_map_on_a_cpu_alone() -> None:

@@ -1,0 +1,121 @@
+"""`twin::word_sums`: digests of many tensors of any dtype, of sums of integers alone, 192 bits each.
+
+A tensor's bytes, row-major, make signed little-endian words w_0, w_1, ... of 32 bits, and zeros fill up the last block
+of 64 x 64. Word i stands in block b, row r, column c. With h(j) = splitmix64(j) made odd, modulo 2^64 and in any order
+of addition,
+
+    digest = (sum of w,  sum of w · h(r) · h(2^32 + b),  sum of w · h(64 + c) · h(2^33 + b))
+
+Any way of cutting gives the same digest. Here row and column sums read each word twice and write little, and small
+tensors are read side by side, so a few dozen of torch's ops serve a whole model; the kernel reads each word once.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+import torch
+
+from reference.numbers.splitmix import splitmix64
+from reference.ops.library import define
+
+OP = "twin::word_sums"
+SIDE = 64
+BLOCK = SIDE * SIDE  # words
+ROW, COLUMN = 1 << 32, 1 << 33
+_ALONE = 1 << 20  # words of a tensor that is worth ops of its own
+_BATCH = 1 << 24  # words that are copied side by side at a time: 64 MiB
+
+
+def outputs(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Check the argument; int64 `[tensors, 3]` on its device."""
+    if not len(tensors):
+        raise ValueError(f"{OP}: tensors is empty; one tensor or more is accepted.")
+    device = tensors[0].device
+    for i, x in enumerate(tensors):
+        if x.layout is not torch.strided:
+            raise TypeError(f"{OP}: tensors[{i}] is {x.layout}; dense tensors are accepted.")
+        if x.device != device:
+            raise ValueError(f"{OP}: tensors[{i}] is on {x.device}, tensors[0] on {device}; one is accepted.")
+    return torch.empty(len(tensors), 3, dtype=torch.int64, device=device)
+
+
+def h(j: np.ndarray) -> np.ndarray:
+    """The constant of number j: odd, uint64."""
+    return splitmix64(j) | np.uint64(1)
+
+
+def words_of(x: torch.Tensor) -> torch.Tensor:
+    """The words of a tensor, int32, on its device."""
+    data = x.detach().contiguous()
+    data = data.as_strided((data.numel(),), (1,)).view(torch.uint8)  # a single number may have any stride
+    if data.numel() % 4:
+        data = torch.nn.functional.pad(data, (0, -data.numel() % 4))
+    elif data.storage_offset() % 4:
+        data = data.clone()
+    return data.view(torch.int32)
+
+
+@lru_cache(64)
+def _layout(sizes: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Of tensors with so many words: to which tensor each block belongs, and the blocks' and the sides' constants."""
+    blocks = [-(-n // BLOCK) for n in sizes]
+    ids = np.repeat(np.arange(len(sizes)), blocks)
+    places = np.concatenate([np.arange(n) for n in blocks]) if sizes else np.zeros(0, np.int64)
+    # Large tensors' whole blocks come first, and then the others' and the rests, as in `_blocks_of`.
+    whole = np.array([_whole(size) for size in sizes], np.int64)
+    order = np.argsort(places >= whole[ids], kind="stable")
+    ids, places = ids[order], places[order].astype(np.uint64)
+    side = np.arange(SIDE, dtype=np.uint64)
+    parts = (h(side), h(np.uint64(ROW) + places), h(np.uint64(SIDE) + side), h(np.uint64(COLUMN) + places))
+    return tuple(
+        torch.from_numpy(x.astype(np.int64) if x is ids else x.view(np.int64)).to(device) for x in (ids, *parts)
+    )
+
+
+def _whole(words: int) -> int:
+    """The blocks of a tensor that are read where they are."""
+    return words // BLOCK if words >= _ALONE else 0
+
+
+def _blocks_of(all_words: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors' blocks `[blocks, 64, 64]`, in pieces."""
+    found, waiting, count = [], [], 0
+    zeros = torch.zeros(BLOCK, dtype=torch.int32, device=all_words[0].device)
+    for words in all_words:
+        whole = _whole(words.numel()) * BLOCK
+        if whole:
+            found.append(words[:whole].view(-1, SIDE, SIDE))
+    for words in all_words:
+        words = words[_whole(words.numel()) * BLOCK :]
+        if not words.numel():
+            continue
+        waiting.append(words)
+        if words.numel() % BLOCK:
+            waiting.append(zeros[: -words.numel() % BLOCK])
+        count += words.numel()
+        if count >= _BATCH:
+            found.append(torch.cat(waiting).view(-1, SIDE, SIDE))
+            waiting, count = [], 0
+    if waiting:
+        found.append(torch.cat(waiting).view(-1, SIDE, SIDE))
+    return found
+
+
+@define(outputs)
+def word_sums(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Digests of dense tensors: int64 `[tensors, 3]`, whose words are unsigned modulo 2^64.
+
+    Args:
+        tensors: at least one, of any dtypes, shapes, strides and addresses, on one device.
+    """
+    found = outputs(tensors).zero_()
+    all_words = [words_of(x) for x in tensors]
+    ids, row, row_block, column, column_block = _layout(tuple(w.numel() for w in all_words), found.device)
+    if not len(ids):
+        return found
+    pieces = _blocks_of(all_words)
+    rows = torch.cat([x.sum(2, dtype=torch.int64) for x in pieces])
+    columns = torch.cat([x.sum(1, dtype=torch.int64) for x in pieces])
+    parts = (rows.sum(1), (rows * row).sum(1) * row_block, (columns * column).sum(1) * column_block)
+    return found.index_add_(0, ids, torch.stack(parts, 1))
