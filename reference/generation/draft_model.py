@@ -48,4 +48,5 @@ class DraftModel:
                     found[names[token.name]].append(token.token)
         finally:  # after an error its requests wait, and nobody asks for them again
             generator.waiting.clear()
+            generator._tokens.clear()
         return found

@@ -14,9 +14,9 @@ The way of a request:
 3. `step` packs what is new of all running sequences into one forward: a prompt that was just admitted, or a piece of it
    (`prefill_tokens`), one token of every other, and the tokens of a **draft**. `InferenceParams` (inference.py) says
    where they lie, and `attended_in_pages` (inference_step.py) writes their keys and attends.
-4. Each sequence's last rows of logits give its next tokens (sampling.py), and `twin::cross_entropy`, the op of the
-   trainer's loss, their log-probabilities. Of a draft as many tokens are kept as are what would have been drawn anyway;
-   the keys of the others are cut off.
+4. Each sequence's last rows of logits give its next tokens (sampling.py), and their log-probabilities are the words of
+   `twin::cross_entropy`, the op of the trainer's loss. Of a draft as many tokens are kept as are what would have been
+   drawn anyway; the keys of the others are cut off.
 5. If pages run out, prefixes that nobody uses go first, the oldest first; then drafts; then the sequence that was
    admitted last is **evicted**: it gives up its pages, waits at the front of the queue, and is computed again from its
    tokens.
@@ -30,6 +30,13 @@ for bit, in 16 bits and in FP8; a recipe whose scales depend on a step's tokens 
 On a GPU a step is launched op by op, or from tapes; with `cuda_graphs` a step of one token of each sequence is a CUDA
 graph (graphed_step.py). Random words are computed on the host. Pages of a multiple of 128 tokens are read where they
 lie, others are gathered in each step (`reference.ops.attentions.attention_paged`).
+
+With `cuda_graphs` and without drafts the host is a step ahead: `step` launches the next one, and then reads what the
+one before it has found. A next step of one token of each running sequence needs no token on the host: the GPU has them.
+Any other one, as for a request that can be admitted, for a page that somebody has to give up, or where a sequence gets
+its last token, is launched when the one before has been read. A sequence of which a stop token is read has another step
+on its way. What that finds is dropped; the keys that it writes lie behind the text's, where nobody reads them before
+they are written again. It draws by the sequence's own seed and length, so no other draw is another one.
 """
 
 from collections import deque
@@ -42,16 +49,15 @@ import torch
 
 from reference.arguments import MASK_TYPES
 from reference.generation.drafts import prompt_lookup
-from reference.generation.graphed_step import GraphedStep
-from reference.generation.sampling import Sampling, on_device, sample
+from reference.generation.graphed_step import Found, GraphedStep, rows_of
+from reference.generation.sampling import Drawing, Sampling, drawing_of, next_tokens
 from reference.nn.attentions.dot_product_attention import DotProductAttention
 from reference.nn.attentions.inference import InferenceParams
-from reference.ops.library import twin
 from reference.state import autocast
+from reference.support import pinned
 
 Forward = Callable[[torch.Tensor, InferenceParams], torch.Tensor]
 Draft = Callable[[Sequence[int], int], Sequence[int]]
-_NO_TARGET = -100
 
 
 class Token(NamedTuple):
@@ -94,6 +100,17 @@ class _Request:
         return self.first + self.limit - len(self.text)
 
 
+class _Flight(NamedTuple):
+    """A step that was launched and not yet read: it draws counts[i] tokens of requests[i], one after the other."""
+
+    requests: list[_Request]
+    counts: list[int]
+    drafts: dict[int, list[int]]
+    tokens: torch.Tensor  # int64 on the device
+    graphed: bool  # whether they lie where the next step of so many rows reads its own
+    found: pinned.Fetched  # tokens and losses
+
+
 def _common(a: Sequence[int], b: Sequence[int], most: int) -> int:
     """With how many equal tokens two texts begin, at most `most`."""
     pairs = enumerate(islice(zip(a, b, strict=False), most))
@@ -124,7 +141,7 @@ class Generator:
         cuda_graphs: replay steps of one token from a CUDA graph for each batch size, rounded up to a power of two.
             `forward` must not wait for the GPU, and weights must stay where they are. Pages that are gathered (other
             sizes than multiples of 128, and fp8_kv) are so up to max_sequence_length. On a CPU such steps read the
-            same fixed tensors, without a graph.
+            same fixed tensors, without a graph. Without drafts `step` then returns tokens one call later.
 
     Attributes:
         cache: the `InferenceParams`.
@@ -181,12 +198,15 @@ class Generator:
             fp8_kv=any(core.fp8_kv for core in cores) if fp8_kv is None else fp8_kv,
         )
         self._forward = forward or self._forward_of_model
-        self._graphed = GraphedStep(self._logits_of) if cuda_graphs else None
+        self._graphed = GraphedStep(self._next_of) if cuda_graphs else None
         self._batch_first = cores[0].qkv_format == "bshd"
         self.waiting: deque[_Request] = deque()
         self.running: dict[int, _Request] = {}
         self._kept: dict[tuple[str, int], list[int]] = {}  # prefixes of sequences that have ended, the oldest first
         self._count = 0
+        self._flight: _Flight | None = None
+        self._tokens: list[Token] = []  # read, and not yet returned
+        self._stuck: int | None = None  # who waits until a running request is over, for lack of pages
 
     def _forward_of_model(self, tokens: torch.Tensor, cache: InferenceParams) -> torch.Tensor:
         if not hasattr(self.model, "prepare_inputs_for_generation"):  # as Hugging Face's models have it
@@ -197,12 +217,16 @@ class Generator:
     def _logits_of(self, tokens: torch.Tensor) -> torch.Tensor:
         """Logits [t, V] of tokens [t], whose places `pre_step` has said."""
         logits = self._forward(tokens[None] if self._batch_first else tokens[:, None], self.cache)
-        return logits.reshape(len(tokens), -1)
+        return logits.reshape(len(tokens), -1).contiguous()
+
+    def _next_of(self, tokens: torch.Tensor, drawing: Drawing | None) -> Found:
+        """What follows on tokens [t], whose places `pre_step` has said."""
+        return Found(*next_tokens(self._logits_of(tokens), drawing))
 
     @property
     def busy(self) -> bool:
-        """Whether a request is not done."""
-        return bool(self.waiting or self.running)
+        """Whether a request is not done, or a token of one is not yet returned."""
+        return bool(self.waiting or self.running or self._tokens)
 
     def add(
         self,
@@ -268,15 +292,25 @@ class Generator:
 
     def evict(self, name: int) -> None:
         """Let a running request give up its pages and wait at the front of the queue; no word of its text changes."""
-        self.waiting.appendleft(self.running.pop(name))
-        if name in self.pages.lengths:
-            self.cache.drop(name)
+        one = self.running[name]
+        self._read()
+        if self.running.pop(name, None) is None:
+            return  # that was its last token
+        self.waiting.appendleft(one)
+        self._leave(name)
 
     def cancel(self, name: int) -> None:
         """Forget a request that is running or waits; one that is done already stays so."""
-        if self.running.pop(name, None) is not None and name in self.pages.lengths:
-            self.cache.drop(name)
+        if self.running.pop(name, None) is not None:
+            self._leave(name)
         self.waiting = deque(one for one in self.waiting if one.name != name)
+        self._tokens = [token for token in self._tokens if token.name != name]
+
+    def _leave(self, name: int) -> None:
+        """A request that runs no longer gives up its pages."""
+        self._stuck = None
+        if name in self.pages.lengths:
+            self.cache.drop(name)
 
     def forget(self) -> None:
         """Forget all keys and values, as after a change of the model's weights; running requests wait again.
@@ -287,6 +321,10 @@ class Generator:
             self.waiting.appendleft(self.running.pop(name))
         self._kept.clear()
         self.cache.reset()
+        self._stuck = None
+        if self._flight is not None:
+            flight, self._flight = self._flight, None
+            flight.found.wait()  # it reads what a graph has
         if self._graphed is not None:
             self._graphed.forget()
 
@@ -295,6 +333,10 @@ class Generator:
     @torch.no_grad()
     def step(self) -> list[Token]:
         """Admit requests, run one forward, and return the tokens that it has found; nothing without requests.
+
+        With `cuda_graphs` and without drafts the forward is launched, and the tokens returned are those of the forward
+        of the call before: the first call returns none, and the last one launches none. `busy` is True until all tokens
+        were returned.
 
         After an error all requests wait again, with what they have.
         """
@@ -307,14 +349,24 @@ class Generator:
                 f"Generator: {what}, in which a token depends on others or on chance; model.eval() is accepted, with a "
                 f"recipe whose scales do not depend on a step's tokens."
             )
+        ahead = self._graphed is not None and not self.draft_tokens
         try:
-            self._admit()
-            drafts = self._drafts()
-            self._make_room(drafts)
-            return self._found(drafts) if self.running else []
+            if ahead and self._goes_on():
+                before, self._flight = self._flight, self._one_more()
+                self._read(before)
+            else:
+                self._read()
+                self._admit()
+                drafts = self._drafts()
+                self._make_room(drafts)
+                self._flight = self._launched(drafts) if self.running else None
+            if not ahead:
+                self._read()
         except BaseException:
             self.forget()
             raise
+        tokens, self._tokens = self._tokens, []
+        return tokens
 
     @property
     def pages(self) -> Any:
@@ -333,6 +385,10 @@ class Generator:
             steps = {name: min(n, piece) for name, n in steps.items()}
         for name in steps.keys() & extra.keys():
             steps[name] += len(extra[name])
+        return self._room(steps)
+
+    def _room(self, steps: dict[int, int]) -> bool:
+        """Whether pages suffice for these new tokens; prefixes may go for it."""
         while self.pages.needed(steps) > len(self.pages.free):
             if not self._kept:
                 return False
@@ -355,6 +411,7 @@ class Generator:
                 self.running.pop(one.name)
                 if tokens:
                     self.cache.drop(one.name)
+                self._stuck = one.name
                 return
             self.waiting.popleft()
 
@@ -390,8 +447,35 @@ class Generator:
         while not self._fits(drafts):
             self.evict(next(reversed(self.running)))
 
-    def _found(self, drafts: dict[int, list[int]]) -> list[Token]:
-        """Run the forward of all running requests and their drafts, and draw."""
+    def _goes_on(self) -> bool:
+        """Whether the next step is one more token of each running request, whatever the step on its way draws."""
+        if self._flight is None or not self.running:
+            return False
+        if self.waiting and len(self.running) < self.cache.max_batch_size and self.waiting[0].name != self._stuck:
+            return False
+        lengths = self.pages.lengths
+        if any(one.left < 2 or lengths.get(name) != len(one.text) for name, one in self.running.items()):
+            return False  # it is over then, or its prompt is not yet in the cache
+        return self._room(dict.fromkeys(self.running, 1))
+
+    def _one_more(self) -> _Flight:
+        """Launch a step of the tokens that the step on its way draws."""
+        flight, requests = self._flight, list(self.running.values())
+        assert flight is not None
+        assert self._graphed is not None
+        self.cache.pre_step(dict.fromkeys(self.running, 1))
+        tokens = None
+        if not (flight.graphed and len(requests) == len(flight.requests)):  # others, or other rows
+            rows = dict(zip((one.name for one in flight.requests), range(len(flight.requests)), strict=True))
+            at = [rows[name] for name in self.running]
+            at += at[:1] * (rows_of(len(at), self.cache.max_batch_size) - len(at))
+            tokens = flight.tokens.index_select(0, pinned.sent(torch.tensor(at, device="cpu"), self.cache.device))
+        positions = [len(one.text) + 1 for one in requests]
+        each = self._graphed(tokens, [one.sampling for one in requests], positions, self.cache)
+        return self._started(requests, [1] * len(requests), {}, each, True)
+
+    def _launched(self, drafts: dict[int, list[int]]) -> _Flight | None:
+        """Launch the forward of all running requests and their drafts, and their draws; None if there are none."""
         running = list(self.running.values())
         missing = [self._missing(one) for one in running]
         new = [text[: self.prefill_tokens] for text in missing]
@@ -399,47 +483,66 @@ class Generator:
         new = [part + drafts[one.name] for part, one in zip(new, running, strict=True)]
         self.cache.pre_step({one.name: len(tokens) for one, tokens in zip(running, new, strict=True)})
         packed = [x for one in new for x in one]
-        if self._graphed is not None and len(packed) == len(running):
-            logits = self._graphed(packed, self.cache)
-        else:
-            logits = self._logits_of(torch.tensor(packed, dtype=torch.int64, device=self.cache.device))
-
+        if self._graphed is not None and len(packed) == len(running) and all(ready):
+            positions, counts = [len(one.text) for one in running], [1] * len(running)
+            each = self._graphed(packed, [one.sampling for one in running], positions, self.cache)
+            return self._started(running, counts, drafts, each, True)
+        logits = self._logits_of(torch.tensor(packed, dtype=torch.int64, device=self.cache.device))
         if not any(ready):
-            return []
+            return None
         ends = accumulate(map(len, new))
         counts = [1 + len(drafts[one.name]) if last else 0 for one, last in zip(running, ready, strict=True)]
         rows = [end - n + i for end, n in zip(ends, counts, strict=True) for i in range(n)]
         if rows != list(range(len(logits))):
             at = torch.tensor(rows, dtype=torch.int64, device="cpu")
-            logits = logits.index_select(0, on_device(at, logits.device))
+            logits = logits.index_select(0, pinned.sent(at, logits.device))
         settings = [one.sampling for one, n in zip(running, counts, strict=True) for _ in range(n)]
         positions = [len(one.text) + i for one, n in zip(running, counts, strict=True) for i in range(n)]
-        logits = logits.contiguous()
-        chosen = sample(logits, settings, positions)
-        losses, _, _ = twin.cross_entropy(logits, chosen, _NO_TARGET, 0.0)
-        pairs = iter(zip(chosen.tolist(), (-losses).tolist(), strict=True))
-        return [
-            x
-            for one, n in zip(running, counts, strict=True)
-            if n
-            for x in self._taken(one, drafts, [next(pairs) for _ in range(n)])
-        ]
+        each = Found(*next_tokens(logits, drawing_of(settings, positions, logits.device)))
+        drawn = [(one, n) for one, n in zip(running, counts, strict=True) if n]
+        return self._started([one for one, _ in drawn], [n for _, n in drawn], drafts, each, False)
 
-    def _taken(self, one: _Request, drafts: dict[int, list[int]], pairs: list[tuple[int, float]]) -> list[Token]:
+    def _started(
+        self, requests: list[_Request], counts: list[int], drafts: dict[int, list[int]], each: Found, graphed: bool
+    ) -> _Flight:
+        """A step on its way, with a copy to the host behind it."""
+        total = sum(counts)
+        copies = pinned.Fetched(*(x[:total] for x in each))
+        return _Flight(requests, counts, drafts, each.tokens, graphed, copies)
+
+    def _read(self, flight: _Flight | None = None) -> None:
+        """Wait for a step, by default the one on its way, and take its tokens; of requests that run no longer, none."""
+        if flight is None:
+            flight, self._flight = self._flight, None
+        if flight is None:
+            return
+        found, losses = flight.found.wait()
+        tokens, logprobs = found.tolist(), (-losses).tolist()
+        at = 0
+        for one, n in zip(flight.requests, flight.counts, strict=True):
+            if one.name in self.running:
+                drawn = slice(at, at + n)
+                self._take(one, tokens[drawn], logprobs[drawn], flight.drafts.get(one.name, []))
+            at += n
+
+    def _take(self, one: _Request, tokens: list[int], logprobs: list[float], draft: list[int]) -> None:
         """Add to a request's text the next token, and those after it as far as the draft was right."""
-        found: list[Token] = []
-        for i, (token, logprob) in enumerate(pairs):
+        last = len(tokens) - 1
+        for i, token in enumerate(tokens):
             one.text.append(token)
-            ended = "stop" if token in one.stop else "length" if one.left == 0 else None
-            found.append(Token(one.name, token, logprob, ended))
-            if ended or i + 1 == len(pairs) or drafts[one.name][i] != token:
+            ended = "stop" if token in one.stop else None if one.left else "length"
+            self._tokens.append(Token(one.name, token, logprobs[i], ended))
+            if ended:
                 break
-        if len(found) < len(pairs):
+            if i == last:
+                return
+            if draft[i] != token:
+                break
+        if i < last:
             self.cache.cut(one.name, len(one.text) - 1)
-        if found[-1].ended:
+        if ended:
             kept = ("kept", one.name)
             self.cache.share(kept, one.name, len(one.text) - 1)
             self._kept[kept] = one.text
-            self.cache.drop(one.name)
             del self.running[one.name]
-        return found
+            self._leave(one.name)

@@ -1,14 +1,18 @@
-"""`GraphedStep`: the forward of one token of each sequence, as a CUDA graph for each batch size.
+"""`GraphedStep`: a step of one token of each sequence, as a CUDA graph for each batch size.
 
 Launching a short step's ops one by one takes longer than they do. A graph launches them at once.
 
     rows     the batch's sequences, rounded up to a power of two, at most max_batch_size; others are copies of the first
     first    step of so many rows runs as it is: kernels are compiled and loaded, layers make their caches
     second   is captured, and the graph replayed
-    others   are replayed, after their tokens and places were copied to where the graph reads them (`FixedStep`)
+    others   are replayed, after their places were copied to where the graph reads them (`FixedStep`)
 
-A graph is of one setting of `te.autocast` and of `torch.autocast`. Logits lie in the memory that all graphs share: they
-are those of the last step. The words are those of the step without a graph, since a row depends on no other row, and
+A step is the forward, the draw of each row's next token and its loss. It writes the tokens that it has drawn to where
+the next step reads its own, so that this one can be launched before anybody has seen them.
+
+A graph is of one setting of `te.autocast` and of `torch.autocast`, and of one way to draw: the likeliest tokens alone,
+draws, or draws of which some rows have limits (`Drawing`). Losses lie in the memory that all graphs share: they are
+those of the last step. The words are those of the step without a graph, since a row depends on no other row, and
 neither on how many there are.
 """
 
@@ -18,15 +22,26 @@ from typing import Any, NamedTuple
 
 import torch
 
+from reference.generation.sampling import Drawing, Sampling, limited_rows
 from reference.nn.attentions.inference import InferenceParams
 from reference.state import autocast
 
 
+class Found(NamedTuple):
+    """What a step has found on the device: each row's next token, int64 [rows], and its loss, fp32 [rows]."""
+
+    tokens: torch.Tensor
+    losses: torch.Tensor
+
+
 class Captured(NamedTuple):
-    """Runs the step again, and where its logits are then."""
+    """Runs the step again, and where the losses are then."""
 
     replay: Callable[[], object]
-    logits: torch.Tensor
+    losses: torch.Tensor
+
+
+Forward = Callable[[torch.Tensor, Drawing | None], Found]
 
 
 def rows_of(sequences: int, most: int) -> int:
@@ -35,9 +50,9 @@ def rows_of(sequences: int, most: int) -> int:
 
 
 class GraphedStep:
-    """Steps of `forward`, tokens int64 [rows] to logits [rows, V]."""
+    """Steps of `forward`, from tokens int64 [rows] to those that follow on them, drawn by a `Drawing` or None."""
 
-    def __init__(self, forward: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def __init__(self, forward: Forward) -> None:
         self._forward = forward
         self.forget()
 
@@ -45,39 +60,69 @@ class GraphedStep:
         """Capture anew, as after weights were moved."""
         self._seen: set[Hashable] = set()
         self._graphs: dict[Hashable, Captured] = {}
+        self._drawings: dict[tuple[int, int], Drawing] = {}
         self._pool: Any = None
 
-    def __call__(self, tokens: list[int], cache: InferenceParams) -> torch.Tensor:
-        """Logits [sequences, V] of the next token of each sequence, which `pre_step` has said."""
-        rows = rows_of(len(tokens), cache.max_batch_size)
+    def __call__(
+        self,
+        tokens: list[int] | torch.Tensor | None,
+        settings: list[Sampling],
+        positions: list[int],
+        cache: InferenceParams,
+    ) -> Found:
+        """The token after the next one of each sequence, which `pre_step` has said. Nobody waits for the GPU.
+
+        Args:
+            tokens: as `InferenceParams.hold` takes them.
+            settings, positions: of each sequence, as `sample` takes them.
+        """
+        rows = rows_of(len(settings), cache.max_batch_size)
+        fixed = cache.hold(tokens, rows)
+        drawing = self._drawing(rows, settings, positions, cache.device)
         device, state = cache.device, autocast.current()
         both = (torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type))
-        key = (rows, state.enabled and state.recipe, torch.is_inference_mode_enabled(), both)
-        fixed = cache.hold(tokens, rows)
-        if key in self._graphs:
-            logits = self._replay(key, cache)
-        elif key in self._seen and self.can_capture(device):
-            self._graphs[key] = self.capture(fixed)
-            logits = self._replay(key, cache)
-        else:
+        drawn_as = None if drawing is None else drawing.limited
+        key = (rows, drawn_as, state.enabled and state.recipe, torch.is_inference_mode_enabled(), both)
+        if key not in self._graphs and (key not in self._seen or not self.can_capture(device)):
             self._seen.add(key)
-            logits = self._forward(fixed)
-        return logits[: len(tokens)]
-
-    def _replay(self, key: Hashable, cache: InferenceParams) -> torch.Tensor:
+            return Found(fixed, self.run(fixed, drawing))
+        if key not in self._graphs:
+            self._graphs[key] = self.capture(fixed, drawing)
         captured = self._graphs[key]
         captured.replay()
         cache.replayed()
-        return captured.logits
+        return Found(fixed, captured.losses)
+
+    def _drawing(
+        self, rows: int, settings: list[Sampling], positions: list[int], device: torch.device
+    ) -> Drawing | None:
+        """How the step draws; None where all rows take their likeliest token. Rows beside the batch's are as row 0."""
+        if not any(one.temperature for one in settings):
+            return None
+        more = rows - len(settings)
+        settings, positions = settings + settings[:1] * more, positions + positions[:1] * more
+        limited = len(limited_rows(settings))
+        limited = limited and rows_of(limited, rows)
+        if (rows, limited) not in self._drawings:
+            self._drawings[rows, limited] = Drawing(rows, limited, device)
+        drawing = self._drawings[rows, limited]
+        drawing.fill(settings, positions)
+        return drawing
+
+    def run(self, tokens: torch.Tensor, drawing: Drawing | None) -> torch.Tensor:
+        """The step's losses; its tokens take the place of those that it has read."""
+        found = self._forward(tokens, drawing)
+        tokens.copy_(found.tokens)
+        return found.losses
 
     def can_capture(self, device: torch.device) -> bool:
         """Whether there are graphs."""
         return device.type == "cuda"
 
-    def capture(self, tokens: torch.Tensor) -> Captured:
+    def capture(self, tokens: torch.Tensor, drawing: Drawing | None) -> Captured:
         """The step of these tokens as a graph.
 
-        The step runs once before, with waits refused: one that a capture meets ends it, and PyTorch would leave the
+        The forward runs once before, with waits refused: one that a capture meets ends it, and PyTorch would leave the
         process on the capture's stream and its generator in the capture.
         """
         if self._pool is None:
@@ -88,14 +133,14 @@ class GraphedStep:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore", UserWarning)  # PyTorch: the mode is a prototype
                     torch.cuda.set_sync_debug_mode("error")
-                self._forward(tokens)
+                self._forward(tokens, drawing)
             finally:
                 torch.cuda.set_sync_debug_mode(waits)
             with torch.cuda.graph(graph, pool=self._pool):
-                logits = self._forward(tokens)
+                losses = self.run(tokens, drawing)
         except RuntimeError as error:
             raise RuntimeError(
                 f"Generator: cuda_graphs=True, and a step of {len(tokens)} tokens cannot be captured ({error}); a "
                 f"forward that does not wait for the GPU is accepted, or cuda_graphs=False."
             ) from error
-        return Captured(graph.replay, logits)
+        return Captured(graph.replay, losses)

@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from shared.frozen_steps import Frozen
 from shared.inference_cases import fp8
 from shared.text_models import ROOM, alone, check, model_of
 
 import optimized  # noqa: F401  (registers the CUDA implementations)
 import reference as te
 from reference.generation.graphed_step import Captured, GraphedStep, rows_of
-from reference.nn.attentions.fixed_step import FixedStep, Places
+from reference.generation.sampling import Drawing
+from reference.nn.attentions.fixed_step import FixedStep
 
 PROMPTS = [[2, 3, 4], list(range(2, 40)), [5], [*range(2, 39), 3], [7, 7]]
 EACH = [te.Sampling(), te.Sampling(0.8, 10, 0.9, 3), te.Sampling(1.0, seed=4), te.Sampling(), te.Sampling(2.0, seed=9)]
@@ -22,43 +24,6 @@ EACH = [te.Sampling(), te.Sampling(0.8, 10, 0.9, 3), te.Sampling(1.0, seed=4), t
 def generator(model: Any, **more: Any) -> te.Generator:
     common = {"max_batch_size": 5, "max_sequence_length": ROOM, "page_size": 16, "cuda_graphs": True}
     return te.Generator(model, **{**common, **more})
-
-
-class Frozen:
-    """What a graph does: a step runs again, with all that Python said when it was captured; only tensors are others."""
-
-    def __init__(self, made: te.Generator) -> None:
-        self.cache, self.captures, self.replays = made.cache, 0, 0
-        assert made._graphed is not None
-        self.forward = made._graphed._forward
-        made._graphed.capture = self.capture  # type: ignore[method-assign]
-        made._graphed.can_capture = lambda device: True  # type: ignore[method-assign]
-
-    def capture(self, tokens: torch.Tensor) -> Captured:
-        self.captures += 1
-        cache, said = self.cache, {}
-        step_of, check = cache.step_of, cache.check
-        positions = cache.positions
-
-        def seen(core: Any, *rest: Any) -> Any:
-            said[core.layer_number] = step_of(core, *rest)
-            return said[core.layer_number]
-
-        cache.step_of = seen  # type: ignore[method-assign]
-        logits = self.forward(tokens)
-        cache.step_of = step_of  # type: ignore[method-assign]
-
-        def replay() -> None:
-            self.replays += 1
-            assert cache.positions is positions
-            cache.step_of = lambda core, *rest: said[core.layer_number]  # type: ignore[method-assign]
-            cache.check = lambda *rest: None  # type: ignore[method-assign]
-            try:
-                logits.copy_(self.forward(tokens))
-            finally:
-                cache.step_of, cache.check = step_of, check  # type: ignore[method-assign]
-
-        return Captured(replay, logits)
 
 
 @pytest.mark.parametrize("in_fp8", [False, True])
@@ -76,7 +41,10 @@ def test_a_captured_step_serves_all(name: str, in_fp8: bool) -> None:
 
 
 def test_batches_of_other_sizes_have_graphs_of_their_own() -> None:
-    """Requests of 3 to 9 tokens: batches of 5, 4, ... sequences, in steps of 5, 4, 4, 2 and 1 rows."""
+    """Requests of 6 to 22 tokens: batches of 5, 4, ... sequences, in steps of 5, 4, 4, 2 and 1 rows.
+
+    With the second sequence goes the last limit to what is drawn, so that steps of 4 rows are of two kinds.
+    """
     model = model_of("plain")
     made = generator(model)
     frozen = Frozen(made)
@@ -87,7 +55,7 @@ def test_batches_of_other_sizes_have_graphs_of_their_own() -> None:
             words[word.name].append(word.token)
     for i, (name, prompt, one) in enumerate(zip(names, PROMPTS, EACH, strict=True)):
         assert words[name] == alone(model, prompt, 6 + 4 * i, one)
-    assert frozen.captures == 4  # of 5, 4, 2 and 1 rows
+    assert frozen.captures == 5  # of 5, 4, 4, 2 and 1 rows
 
 
 def test_changed_weights_and_another_recipe_are_captured_anew() -> None:
@@ -126,11 +94,11 @@ class _Counts:
     def __init__(self, made: te.Generator) -> None:
         assert made._graphed is not None
         self.captures = 0
-        capture: Callable[[torch.Tensor], Captured] = made._graphed.capture
+        capture: Callable[[torch.Tensor, Drawing | None], Captured] = made._graphed.capture
 
-        def counted(tokens: torch.Tensor) -> Captured:
+        def counted(tokens: torch.Tensor, drawing: Drawing | None) -> Captured:
             self.captures += 1
-            return capture(tokens)
+            return capture(tokens, drawing)
 
         made._graphed.capture = counted  # type: ignore[method-assign]
 
@@ -183,24 +151,27 @@ def test_only_a_gpu_has_graphs() -> None:
 
 def test_a_step_of_fixed_tensors_forgets_what_the_step_before_it_had() -> None:
     """Its page table is written where it changes; sequences may come, go, move to other rows, and lose pages."""
-    rows, columns, draw = 4, 3, random.Random(1)
-    used = FixedStep(rows, columns, torch.device("cpu"))
+    rows, columns, size, draw = 4, 3, 4, random.Random(1)
+    used = FixedStep(rows, columns, size, torch.device("cpu"))
     for _ in range(40):
         count = draw.randint(1, rows)
         pages = [[draw.randrange(3) for _ in range(draw.randint(1, columns))] for _ in range(count)]
-        places = Places([draw.randint(1, 9) for _ in pages], pages, [draw.randrange(9) for _ in pages])
+        lengths = [draw.randint(size * (len(one) - 1) + 1, size * len(one)) for one in pages]
         tokens = [draw.randrange(50) for _ in pages]
-        used.fill(tokens, places)
+        given = (tokens, torch.tensor(tokens + tokens[:1] * (rows - count)), None)  # the last: they are there already
         fill = [*range(count), *[0] * (rows - count)]
-        table = [[*pages[i], *[0] * (columns - len(pages[i]))] for i in fill]
-        positions, into, _, _, found, steps, lengths, starts = used.tensors
-        assert found.tolist() == table
-        assert used.tokens.tolist() == [tokens[i] for i in fill]
-        assert used.places.tolist() == positions.tolist() == [places.lengths[i] - 1 for i in fill]
-        assert into.tolist() == [places.rows[i] for i in fill]
-        assert lengths.tolist() == [places.lengths[i] for i in fill]
-        assert (steps.tolist(), starts.tolist()) == ([1] * rows, list(range(rows + 1)))
-        if draw.random() < 0.3:  # a page table is changed where it lies, as `Pages.extend` does
-            pages[0][-1] += 1
-            used.fill(tokens, places)
-            assert used.tensors[4][0, len(pages[0]) - 1] == pages[0][-1]
+        for one in given:
+            used.fill(one, lengths, pages)
+            table = [[*pages[i], *[0] * (columns - len(pages[i]))] for i in fill]
+            positions, into, _, _, found, steps, ends, starts = used.tensors
+            assert found.tolist() == table
+            assert used.tokens.tolist() == [tokens[i] for i in fill]
+            assert used.places.tolist() == positions.tolist() == [lengths[i] - 1 for i in fill]
+            last = [(pages[i], lengths[i] - 1) for i in fill]
+            assert into.tolist() == [size * own[at // size] + at % size for own, at in last]
+            assert ends.tolist() == [lengths[i] for i in fill]
+            assert (steps.tolist(), starts.tolist()) == ([1] * rows, list(range(rows + 1)))
+            # A page table is changed where it lies, as `Pages.extend` does.
+            pages[0][-1] += draw.randint(0, 1)
+            if len(pages[0]) < columns:
+                pages[0].append(draw.randrange(3))

@@ -3,9 +3,10 @@ memory of pages; the price of a written order of attention's keys (docs/results/
 
 **Decoding.** Four layers of Llama 3 8B's shape with its whole vocabulary, random weights, greedy. Who decodes and what
 its cache holds is in `generator_contestants`. At each batch and context the host's clock measures blocks of steps, from
-a step's beginning until its tokens are numbers on the host; ours also computes log-probabilities. Contestants take
-turns where their caches fit the GPU together, and otherwise run one after the other. Hugging Face's forward is compiled
-for each size, so it comes last, size by size, as long as there is time: compilation has `COMPILING` seconds at most.
+a step's beginning until its tokens are numbers on the host; ours also computes log-probabilities, and has the tokens of
+a step when the next one is on its way. Contestants take turns where their caches fit the GPU together, and otherwise
+run one after the other. Hugging Face's forward is compiled for each size, so it comes last, size by size, as long as
+there is time: compilation has `COMPILING` seconds at most.
 
 **Attention** of one query of each head with all keys of one sequence, alone: sixteen calls in a CUDA graph, each with
 keys of its own, so that L2 does not hold them. Ours walks along the keys of a head in order, in one block of threads.
@@ -40,7 +41,7 @@ from reference.ops.library import twin
 
 NAME = "generator"
 WHAT = "te.Generator, pages, a written order"
-KERNELS = tuple(sorted({*decode.KERNELS, "token_weights"}))
+KERNELS = tuple(sorted({*decode.KERNELS, "likeliest"}))
 LAYERS, VOCABULARY, LONGEST = 4, 128256, 32768
 CASE = Case("Llama 3 8B", 4096, 14336, 32, LONGEST, 1, torch.bfloat16, True, 0.0, True, 8, True)
 PAIRS = (*itertools.product((1, 32, 256), (512, 2048, 8192)), (1, LONGEST))  # batches and contexts

@@ -2,7 +2,8 @@
 
 All have the same sizes, random weights, and a cache that is filled with random keys and values instead of a prompt's:
 each holds `context - LEFT` tokens of every sequence, and a `block` of steps adds one to each in a step. The likeliest
-token is taken, and every step's tokens are numbers on the host before the next step begins.
+token is taken, and every step's tokens are numbers on the host before the next step begins; `te.Generator` reads them
+when it has launched the next one, so that a block of steps reads those from the last one before it on.
 """
 
 import functools

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from reference.arguments import check_arguments, is_int
-from reference.nn.attentions.fixed_step import FixedStep, Places
+from reference.nn.attentions.fixed_step import FixedStep
 from reference.nn.attentions.fp8_keys_values import CODES
 from reference.nn.attentions.inference_checks import check_begun, check_forward, new_tokens
 from reference.nn.attentions.inference_step import Cached, StepTensors, mixed_tensors
@@ -35,7 +35,7 @@ from reference.nn.attentions.pages import Pages
 from reference.nn.core.attributes import OfCache
 from reference.nn.core.parameters import DeviceDefault
 from reference.ops.attentions.attention import BLOCK
-from reference.support import not_offered
+from reference.support import not_offered, pinned
 
 
 @not_offered.without_methods
@@ -271,32 +271,35 @@ class InferenceParams(OfCache, DeviceDefault):
         self.sequences = {name: pages.lengths[name] for name in steps}
         self._starts, self._steps, self._ran = starts, list(steps.values()), set()
         self._mixed.clear()
-        self.pre_step_seqlens[: len(starts)] = torch.tensor(starts, dtype=torch.int32, device="cpu")
+        before = torch.tensor(starts, dtype=torch.int32, device="cpu")
+        pinned.fill(self.pre_step_seqlens[: len(starts)], before)  # the step before may still run
         return self.sequences
 
-    def hold(self, tokens: list[int], rows: int) -> torch.Tensor:
+    def hold(self, tokens: list[int] | torch.Tensor | None, rows: int) -> torch.Tensor:
         """Let the next forward read its tokens and their places from tensors that stay where they are, for CUDA graphs.
 
-        It follows on a `pre_step` of one token of each sequence, where new tokens are packed.
+        It follows on a `pre_step` of one token of each sequence, where new tokens are packed. Nobody waits: the step
+        before may still run on the same stream.
 
         Args:
-            tokens: the new token of each sequence.
+            tokens: the new token of each sequence; or int64 [rows] on the device; or None where the tensor that the
+                last call with these rows has returned holds them.
             rows: of the forward, as many as there are sequences or more; the others are copies of the first one.
 
         Returns:
             int64 [rows], the forward's tokens; the same tensor each time.
         """
-        if not self.packed or self._steps != [1] * len(tokens) or rows < len(tokens) or not tokens:
+        count = len(tokens) if isinstance(tokens, list) else len(self._steps)
+        if not self.packed or self._steps != [1] * count or rows < count or not count:
             raise ValueError(
-                f"InferenceParams.hold: {len(tokens)} tokens and rows={rows} with packed={self.packed} after a "
+                f"InferenceParams.hold: {count} tokens and rows={rows} with packed={self.packed} after a "
                 f"pre_step of {self._steps}; one token of each sequence, packed, and no fewer rows are accepted."
             )
         pages = self._with_pages("hold")
         if rows not in self._fixed:
-            self._fixed[rows] = FixedStep(rows, self._columns_of(pages), self.device)
+            self._fixed[rows] = FixedStep(rows, self._columns_of(pages), pages.size, self.device)
         self._held = self._fixed[rows]
-        new = [pages.rows(name, start)[0] for name, start in zip(self.sequences, self._starts, strict=True)]
-        self._held.fill(tokens, Places(list(self.sequences.values()), [pages.of[x] for x in self.sequences], new))
+        self._held.fill(tokens, list(self.sequences.values()), [pages.of[name] for name in self.sequences])
         return self._held.tokens
 
     def replayed(self) -> None:
@@ -335,7 +338,9 @@ class InferenceParams(OfCache, DeviceDefault):
         if self.pages is not None:
             most, scales = self._columns_of(self.pages) * self.pages.size, self.scales.get(number, (None, None))
             if self._held is not None:
-                return Cached("paged", 0, most, 1), StepTensors(*cache, *self._held.tensors, *scales)
+                queries = core.num_attention_heads_per_partition // core.num_gqa_groups_per_partition
+                rows: Any = self._held.together(queries)
+                return Cached("paged", 0, most, 1), StepTensors(*cache, *self._held.tensors, *scales, *rows)
             if "paged" not in self._mixed:
                 self._mixed["paged"] = self._paged_tensors(self.pages, length)
             keys = min(-(-longest // BLOCK) * BLOCK, most)

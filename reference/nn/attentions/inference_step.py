@@ -42,6 +42,8 @@ class StepTensors(NamedTuple):
         hidden: bool [b, 1, s, keys], True where a query does not see a key; None with "equal" and "paged".
         key_scales, value_scales: scale_inv of FP8 keys and values, fp32 [pages, page_size, heads].
         page_table, q_lengths, kv_lengths, q_starts: as `twin::attention_paged` takes them.
+        rows_lengths, rows_starts: q_lengths and q_starts where queries that share a head of keys are its rows; None
+            where each layer has to compute them.
     """
 
     keys: torch.Tensor
@@ -56,6 +58,8 @@ class StepTensors(NamedTuple):
     q_starts: torch.Tensor | None = None
     key_scales: torch.Tensor | None = None
     value_scales: torch.Tensor | None = None
+    rows_lengths: torch.Tensor | None = None
+    rows_starts: torch.Tensor | None = None
 
 
 def mixed_tensors(
@@ -162,7 +166,10 @@ def attended_in_pages(
     together = heads // groups if longest == 1 and equation.softmax == "vanilla" and left == -1 else 1
     if together > 1:
         rows = rows.view(-1, groups, together, rows.shape[2]).transpose(1, 2).reshape(-1, groups, rows.shape[2])
-        where = (where[0] * together, where[1], where[2] * together)
+        lengths, starts = step.rows_lengths, step.rows_starts
+        if lengths is None or starts is None:
+            lengths, starts = where[0] * together, where[2] * together
+        where = (lengths, where[1], starts)
         rule, right = "none", -1
     given = (equation.scale, rule, left, right, *where, longest * together, cached.keys, sinks)
     if step.key_scales is None or step.value_scales is None:

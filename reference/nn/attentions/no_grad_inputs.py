@@ -53,6 +53,8 @@ class NoGradInputs(NamedTuple):
     step_q_starts: Tensor = None
     step_key_scales: Tensor = None
     step_value_scales: Tensor = None
+    step_rows_lengths: Tensor = None
+    step_rows_starts: Tensor = None
 
     @staticmethod
     def of(reads: Any) -> "NoGradInputs":

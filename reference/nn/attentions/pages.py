@@ -37,10 +37,14 @@ class Pages:
         """How many free pages `extend` takes for these new tokens, after `drop` of those that have ended."""
         lost: dict[int, int] = Counter(page for name in ended for page in self.of[name])  # owners, by page
         found = 0
+        lengths, of, owners, size = self.lengths, self.of, self._owners, self.size
         for name, new in steps.items():
-            length, pages = self.lengths.get(name, 0), self.of.get(name, [])
-            found += -(-(length + new) // self.size) - len(pages)
-            if new and length % self.size and self._owners[pages[-1]] - lost.get(pages[-1], 0) > 1:
+            length = lengths.get(name, 0)
+            if new == 1 and length % size and owners[of[name][-1]] == 1:
+                continue  # as nearly all in a step of one token each
+            pages = of.get(name, [])
+            found += -(-(length + new) // size) - len(pages)
+            if new and length % size and owners[pages[-1]] - lost.get(pages[-1], 0) > 1:
                 lost[pages[-1]] = lost.get(pages[-1], 0) + 1
                 found += 1
         return found - sum(self._owners[page] == count for page, count in lost.items())
