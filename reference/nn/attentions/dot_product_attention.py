@@ -76,7 +76,7 @@ class DotProductAttention(ContextGroup, OfCoreAttention, FP8Attention):
         get_rng_state_tracker: dropout draws inside `tracker().fork()`; without dropout nothing does.
         tp_group, tp_size: whose ranks have some of the heads each, as a column-parallel projection gives them: the
             r-th part of num_attention_heads and of num_gqa_groups; biases, slopes and sinks are of these. Nothing is
-            sent; the group says which heads drop what, and which ranks share a scale. On CPUs alone.
+            sent; the group says which heads drop what, and which ranks share a scale.
         sequence_parallel: without effect: heads have all tokens.
         cp_group, cp_global_ranks, cp_comm_type: context parallelism (`reference.parallel.context`): q, k and v are of
             this rank's tokens, two chunks of the sequence. Several ranks need "all_gather", a causal mask type or none,
