@@ -45,6 +45,8 @@ BANDS = 8
 """At most so many."""
 AHEAD = 2
 """How many bands a rank between two others asks for before it needs them."""
+# Torch 2.13 has the first name, and warns of the second.
+_ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
 
 
 def bands(rows: int) -> list[Band]:
@@ -185,4 +187,4 @@ def _scatter(own: torch.Tensor, pieces: list[torch.Tensor], group: str, source: 
 
 
 def _gather(whole: torch.Tensor, x: torch.Tensor, group: str) -> None:
-    dist.all_gather_into_tensor(bytes_of(whole), bytes_of(x), group=groups.group_of(group))
+    _ALL_GATHER(bytes_of(whole), bytes_of(x), group=groups.group_of(group))

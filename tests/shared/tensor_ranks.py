@@ -65,7 +65,7 @@ def _work(
         found = {}
         for name, one in arguments:
             try:
-                found[name] = {key: x.cpu() for key, x in program(dist.group.WORLD, count, rank, *one).items()}
+                found[name] = program(dist.group.WORLD, count, rank, *one)
             except Exception as error:
                 error.add_note(f"rank {rank} of {count}: {name}")
                 raise
@@ -80,7 +80,7 @@ def on_ranks(
 ) -> list[dict[str, Any]]:
     """`program(group, count, rank, *arguments)` by name, on each of `count` ranks; over "nccl", on a GPU each."""
     ranks(_work, (count, free_port(), str(folder), program, tuple(arguments.items()), backend), count)
-    return [torch.load(folder / f"{rank}.pt") for rank in range(count)]
+    return [torch.load(folder / f"{rank}.pt", map_location="cpu") for rank in range(count)]
 
 
 def in_one(program: Program, arguments: dict[str, Any]) -> dict[str, Any]:
