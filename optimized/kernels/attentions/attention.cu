@@ -14,7 +14,7 @@
 // A tile has one of the chunks of N_OUT columns of d: all, as heads of more than 128 take attention_wide.cu.
 //
 // Defines: FORMAT (BF16 | FP16), D_CHUNKS (d in chunks of 64: 1, 2), N_OUT (64 | 128), STAGES, Q_STAGES, DROPOUT
-// (0 | 1), BIAS (0 | 1), SINK (0 | 1), LENGTHS (0 | 1), PACKED (0 | 1), PAGED (0 | 1).
+// (0 | 1), BIAS (0 | 1), SINK (0 | 1), LENGTHS (0 | 1), PACKED (0 | 1), PAGED (0 | 1), PLACED (0 | 1 | 2).
 #include "attention_softmax.cuh"
 #include "ptx/grid.cuh"
 

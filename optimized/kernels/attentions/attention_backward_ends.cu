@@ -7,7 +7,7 @@
 // Definition and rounding points: reference/ops/attentions/attention_backward.py.
 //
 // Defines: FORMAT (BF16 | FP16), N_OUT, QUERIES, LENGTHS, PACKED and HEADS_APART, as attention_backward.cu and
-// attention_backward_wide.cu.
+// attention_backward_wide.cu, and of `attention_keep` PLACED (0 | 1 | 2).
 #include "attention_works.cuh"
 #include "ptx/grid.cuh"
 

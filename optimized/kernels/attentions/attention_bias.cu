@@ -8,7 +8,8 @@
 //
 // Before it: `dots` of attention_backward_ends.cu.
 //
-// Defines: FORMAT (BF16 | FP16), D_CHUNKS (d in chunks of 64: 1, 2, 4), DROPOUT (0 | 1), LENGTHS (0 | 1), PACKED (0 | 1).
+// Defines: FORMAT (BF16 | FP16), D_CHUNKS (d in chunks of 64: 1, 2, 4), DROPOUT (0 | 1), LENGTHS (0 | 1), PACKED (0 | 1),
+// PLACED (0 | 1 | 2).
 #include "attention_backward.cuh"
 #include "attention_bias.cuh"
 

@@ -14,7 +14,7 @@
 //     72 columns. With dropout l counts what is dropped, and has a product of eight columns before.
 //
 // Defines: FORMAT (BF16 | FP16, out's), D_CHUNKS (d in chunks of 128: 1, 2), D_STEPS (of 32: 2, 4, 8), N_OUT (64 | 128),
-// STAGES, Q_STAGES, DROPOUT (0 | 1).
+// STAGES, Q_STAGES, DROPOUT (0 | 1), PLACED (0 | 1).
 #include "attention_fp8_softmax.cuh"
 #include "ptx/grid.cuh"
 

@@ -18,7 +18,7 @@
 // each block loads half of the keys and values for both.
 //
 // Defines: FORMAT (BF16 | FP16), CLUSTER (1 | 2; with lengths 1), DROPOUT (0 | 1), BIAS (0 | 1), SINK (0 | 1), LENGTHS
-// (0 | 1), PACKED (0 | 1), PAGED (0 | 1).
+// (0 | 1), PACKED (0 | 1), PAGED (0 | 1), PLACED (0 | 1 | 2).
 #include "attention_cluster.cuh"
 #include "attention_softmax.cuh"
 #include "ptx/grid.cuh"
