@@ -25,10 +25,15 @@ def check_same_on_ranks(layer: str, argument: str, x: torch.Tensor, group: str) 
             )
 
 
-def refuse_beyond_cpu(layer: str, setting: str, device: torch.device, why: str = "") -> None:
-    """Refuse a compiler, and a GPU, where ranks compute together."""
+def refuse_compiler(layer: str, setting: str) -> None:
+    """Refuse a compiler, where ranks compute together."""
     if torch.compiler.is_compiling():
         raise NotImplementedError(f"{layer}: {setting} under torch.compile is not offered; eager mode is accepted.")
+
+
+def refuse_beyond_cpu(layer: str, setting: str, device: torch.device, why: str = "") -> None:
+    """Refuse a compiler, and a GPU, where ranks compute together."""
+    refuse_compiler(layer, setting)
     if device.type == "cuda":
         raise NotImplementedError(
             f"{layer}: {setting} on a GPU is not offered yet{why}; tensors on the CPU are accepted."
@@ -136,7 +141,7 @@ class TensorParallel:
         """Refuse a forward of some tokens that ranks cannot share, before anything is changed."""
         layer: Any = self
         here = f"a group of {dist.get_world_size(groups.group_of(str(self.cp_name)))} ranks that share tokens"
-        refuse_beyond_cpu(type(self).__name__, here, layer._parameter_device())
+        refuse_compiler(type(self).__name__, here)
         for one in layer.roles.gemms:
             for quantizer in (precision.gemms[one.part].input, precision.gemms[one.part].grad):
                 if not can_be_gathered(quantizer):
@@ -150,7 +155,7 @@ class TensorParallel:
 
         `least`: how many dimensions it must have; 1 for numbers of tokens, which have no features.
         """
-        refuse_beyond_cpu(type(self).__name__, "a group that shares tokens", x.device)
+        refuse_compiler(type(self).__name__, "a group that shares tokens")
         check_same_on_ranks(type(self).__name__, argument, x, str(self.cp_name))  # first: no rank waits for another
         self.check_whole_chunks(argument, x, type(self).__name__, least)
 

@@ -50,10 +50,9 @@ def test_some_heads(d: int, hkv: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("d", "hkv", "dtype"), [(16, 1, BF16), (128, 2, F16), (200, 2, BF16)])
 def test_a_chunk_of_the_tokens(d: int, hkv: int, dtype: torch.dtype, causal: bool) -> None:
-    """As `reference.parallel.context` calls them: a chunk of queries with its keys, a chunk of keys with its queries."""
+    """As `reference.parallel.context` calls them: a chunk of queries with its keys, and of keys with its queries."""
     size, chunk = 512, slice(128, 256)
-    q, grad = numbers(1, 2, size, d, dtype=dtype), numbers(1, 2, size, d, dtype=dtype)
-    k, v = numbers(1, hkv, size, d, dtype=dtype), numbers(1, hkv, size, d, dtype=dtype)
+    q, grad, k, v = (numbers(1, heads, size, d, dtype=dtype) for heads in (2, 2, hkv, hkv))
     how = Options(0.25, "causal" if causal else "none", -1, -1, None, 0.25)
     state = torch.tensor([3, 1])
     out, m, inv = twin.attention(q, k, v, *how._replace(rng_state=state.clone()))
