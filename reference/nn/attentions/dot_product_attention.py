@@ -42,7 +42,7 @@ from reference.nn.core.checks import (
 from reference.nn.core.context import BlockContext
 from reference.nn.core.context_parallel import ContextGroup, take_context_group
 from reference.nn.core.dropout import Generator
-from reference.nn.core.tensor_parallel import refuse_beyond_cpu
+from reference.nn.core.tensor_parallel import refuse_compiler
 from reference.ops.attentions.attention_bias import default_slopes
 from reference.parallel.chain import ranks_of
 from reference.recipes.quantized import as_dtype
@@ -389,8 +389,7 @@ class DotProductAttention(ContextGroup, OfCoreAttention, FP8Attention):
                 f"DotProductAttention: tp_size={self.tp_size} and no tp_group; set_tensor_parallel_group(group) before "
                 f"a forward is accepted."
             )
-        if isinstance(x, torch.Tensor):
-            refuse_beyond_cpu("DotProductAttention", f"tp_size={self.tp_size}", x.device)
+        refuse_compiler("DotProductAttention", f"tp_size={self.tp_size}")
 
     def sinks(self, device: torch.device) -> torch.Tensor | None:
         """The sinks, fp32 `[h]`; None with the usual softmax."""

@@ -109,7 +109,7 @@ def _loss(name: str, logits: Any, target: Any, loss: Loss, group: Any = None, cp
     rows = logits.reshape(-1, logits.shape[-1]).contiguous()
     shard = None
     if group is not None and group.size() > 1:
-        refuse_beyond_cpu(name, f"dist_process_group of {group.size()} processes", logits.device)
+        refuse_compiler(name, f"dist_process_group of {group.size()} processes")
         shard = Shard(groups.name_of(group), logits.shape[-1])
         check_same_on_ranks(name, "inp", logits, shard.group)
     tokens = None
@@ -181,7 +181,7 @@ def parallel_cross_entropy(
         label_smoothing: as `cross_entropy`'s.
         reduce_loss: the mean over the rows that count, 0 without any, instead of a loss for each row.
         dist_process_group: whose rank r has the r-th part of the classes, V / t of them; targets are numbers of all
-            classes, the same on all ranks. Every rank gets the whole loss. On CPUs alone. None: all classes are here.
+            classes, the same on all ranks. Every rank gets the whole loss. None: all classes are here.
         ignore_idx: `ignore_index`.
         is_cg_capturable: either value; it always is.
         overwrite_input: only False is offered; True would let the gradient take the logits' memory.

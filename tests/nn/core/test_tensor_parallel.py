@@ -453,14 +453,3 @@ def test_what_two_ranks_share_and_what_is_refused(tmp_path: Path) -> None:
 def test_the_bands_of_an_output() -> None:
     assert chain.bands(128 * chain.BANDS + 130)[-1] == (1024, 1154)
     assert chain.bands(300) == [(0, 128), (128, 256), (256, 300)]
-
-
-def test_ranks_may_share_a_map_on_a_cpu_alone() -> None:
-    layer = te.Linear(256, 256, tp_size=2, parallel_mode="row", device="meta")
-    layer.tp_name = "some"
-    layer.to_empty(device="cpu")
-    layer._parameter_device = lambda: torch.device("cuda")  # type: ignore[method-assign]
-    with pytest.raises(
-        NotImplementedError, match=r"^Linear: tp_size=2 on a GPU is not offered yet: accumulators do not"
-    ):
-        layer.check_shared(None)
