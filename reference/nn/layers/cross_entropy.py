@@ -16,7 +16,7 @@ from reference.arguments import check_arguments
 from reference.nn.core.autograd import differentiable, wanted
 from reference.nn.core.checks import check_tensor
 from reference.nn.core.context import BlockContext
-from reference.nn.core.tensor_parallel import check_same_on_ranks, refuse_beyond_cpu, refuse_compiler
+from reference.nn.core.tensor_parallel import check_same_on_ranks, refuse_compiler
 from reference.ops.library import twin
 from reference.parallel.tokens import Tokens
 from reference.parallel.vocabulary import Shard, gradient_of_logits, losses
