@@ -383,5 +383,7 @@ def test_any_replicas_of_shards_have_the_words_of_one_process(shape: tuple[int, 
 @pytest.mark.gpus(2)
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_two_gpus_have_the_words_of_one(tmp_path: Path) -> None:
+    import optimized  # noqa: F401  (registers the CUDA implementations)
+
     runs = [("delayed", 2), ("current", 3), ("blocks", 2), ("fp32", 2), ("mixed", 3), ("adafactor", 2), ("fp16", 3)]
     check(2, runs, tmp_path, ["delayed"], device="cuda")

@@ -208,4 +208,6 @@ def test_replicas_of_shards_go_on_with_the_words_of_one_process_and_it_with_thei
 @pytest.mark.gpu
 @pytest.mark.gpus(2)
 def test_two_gpus_go_on_with_the_words_of_one_and_it_with_theirs(tmp_path: Path) -> None:
+    import optimized  # noqa: F401  (registers the CUDA implementations)
+
     check(2, tmp_path, resumed=True, device="cuda")

@@ -4,6 +4,7 @@ import pytest
 import torch
 from shared.bits import assert_same_bits
 
+import optimized  # noqa: F401  (registers the CUDA ops)
 from reference.ops.attentions.attention_options import Options
 from reference.ops.library import twin
 
