@@ -156,7 +156,7 @@ class TensorParallel:
         """Refuse a forward of some tokens that ranks cannot share, before anything is changed."""
         layer: Any = self
         here = f"a group of {dist.get_world_size(groups.group_of(str(self.cp_name)))} ranks that share tokens"
-        refuse_beyond_cpu(type(self).__name__, here, layer._parameter_device())
+        refuse_compiler(type(self).__name__, here)
         for one in layer.roles.gemms:
             for quantizer in (precision.gemms[one.part].input, precision.gemms[one.part].grad):
                 if not can_be_gathered(quantizer):
@@ -170,7 +170,7 @@ class TensorParallel:
 
         `least`: how many dimensions it must have; 1 for numbers of tokens, which have no features.
         """
-        refuse_beyond_cpu(type(self).__name__, "a group that shares tokens", x.device)
+        refuse_compiler(type(self).__name__, "a group that shares tokens")
         check_same_on_ranks(type(self).__name__, argument, x, str(self.cp_name))  # first: no rank waits for another
         self.check_whole_chunks(argument, x, type(self).__name__, least)
 

@@ -16,7 +16,7 @@ from reference.arguments import check_arguments
 from reference.nn.core.autograd import differentiable, wanted
 from reference.nn.core.checks import check_tensor
 from reference.nn.core.context import BlockContext
-from reference.nn.core.tensor_parallel import check_same_on_ranks, refuse_beyond_cpu, refuse_compiler
+from reference.nn.core.tensor_parallel import check_same_on_ranks, refuse_compiler
 from reference.ops.library import twin
 from reference.parallel.tokens import Tokens
 from reference.parallel.vocabulary import Shard, gradient_of_logits, losses
@@ -114,7 +114,7 @@ def _loss(name: str, logits: Any, target: Any, loss: Loss, group: Any = None, cp
         check_same_on_ranks(name, "inp", logits, shard.group)
     tokens = None
     if cp_group is not None and cp_group.size() > 1:
-        refuse_beyond_cpu(name, f"cp_group of {cp_group.size()} ranks", logits.device)
+        refuse_compiler(name, f"cp_group of {cp_group.size()} ranks")
         tokens = Tokens(groups.name_of(cp_group))
         check_same_on_ranks(name, "logits", logits, tokens.group)  # first: no rank waits for another
         if logits.dim() < 2 or logits.shape[0] % 2:
@@ -145,7 +145,7 @@ def cross_entropy(
         reduction: "mean" over the rows that count (NaN without any), "sum", or "none".
         label_smoothing: the part of the target's weight that all classes share.
         cp_group: a process group whose ranks have some of the tokens each, in the first dimension, as
-            `te.parallel.tokens_of_rank` gives them; on CPUs alone. A mean, and a sum, is that of all ranks' tokens, the
+            `te.parallel.tokens_of_rank` gives them. A mean, and a sum, is that of all ranks' tokens, the
             same on each rank, and each has the gradient of its own logits.
 
     Returns:
