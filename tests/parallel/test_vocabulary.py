@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from shared.tensor_ranks import (
+    BACKENDS,
     BF16,
     RECIPES,
     again_too,
@@ -222,22 +223,14 @@ def test_ranks_that_share_a_vocabulary(count: int, tmp_path: Path) -> None:
         compare(name, whole, of_ranks, lambda tensor, p=program, case=case: dims(p, case, tensor))  # type: ignore[misc]
 
 
-@pytest.mark.gpu
-@pytest.mark.gpus(2)
-def test_gpus_that_share_a_vocabulary(tmp_path: Path) -> None:
-    """Over NCCL, twice, with the words of one process on the CPU."""
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gpus_that_share_a_vocabulary(backend: str, tmp_path: Path) -> None:
+    """Over NCCL, twice, with the words of one process on the CPU; over gloo the same on CPUs."""
     cases = {name: case for name, case in CASES.items() if case[0] is not styled}
     without = {"softmax_type": "off-by-one", "hidden_dropout": 0.0, "attention_dropout": 0.0}
     cases["styled without dropout"] = (styled, True, tuple(without.items()))
-    found = on_ranks(2, tmp_path, twice, cases, "nccl")
+    found = on_ranks(2, tmp_path, twice, cases, backend)
     for name, whole in in_one(every, cases).items():
         program, *case = cases[name]
         of_ranks = [one[name] for one in found]
         compare(name, again_too(whole), of_ranks, lambda tensor, p=program, case=case: dims(p, case, tensor))  # type: ignore[misc]
-
-
-def test_a_group_on_a_gpu_is_refused() -> None:
-    from reference.nn.core.tensor_parallel import refuse_beyond_cpu
-
-    with pytest.raises(NotImplementedError, match=r"^Embedding: tp_size=2 on a GPU is not offered yet; tensors on the"):
-        refuse_beyond_cpu("Embedding", "tp_size=2", torch.device("cuda"))

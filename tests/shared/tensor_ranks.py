@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from shared.bits import assert_same_bits
@@ -25,7 +26,12 @@ RECIPES: dict[str, Any] = {
     "blocks": Float8BlockScaling(),
 }
 Program = Callable[..., dict[str, torch.Tensor]]
+_AGAIN = "again "
 _HERE = torch.device("cpu")
+BACKENDS = [
+    pytest.param("gloo", marks=pytest.mark.slow),
+    pytest.param("nccl", marks=[pytest.mark.gpu, pytest.mark.gpus(2)]),
+]
 
 
 def here(x: torch.Tensor) -> torch.Tensor:
@@ -91,12 +97,12 @@ def in_one(program: Program, arguments: dict[str, Any]) -> dict[str, Any]:
 def twice(group: Any, count: int, rank: int, program: Program, *case: Any) -> dict[str, torch.Tensor]:
     """What a program finds, and what it finds again; see `again_too`."""
     first, second = (program(group, count, rank, *case) for _ in range(2))
-    return first | {f"again {name}": x for name, x in second.items()}
+    return first | {_AGAIN + name: x for name, x in second.items()}
 
 
 def again_too(one: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """What `twice` finds of a program that finds the same each time."""
-    return one | {f"again {name}": x for name, x in one.items()}
+    return one | {_AGAIN + name: x for name, x in one.items()}
 
 
 def part(x: torch.Tensor, dim: int | None, rank: int, count: int, pieces: int = 1) -> torch.Tensor:
@@ -109,11 +115,14 @@ def part(x: torch.Tensor, dim: int | None, rank: int, count: int, pieces: int = 
 def compare(
     what: str, one: dict[str, torch.Tensor], found: list[dict[str, torch.Tensor]], dims: Callable[[str], Any]
 ) -> None:
-    """Every rank's tensors are its parts of the one process's; `dims`: name → dim, or (dim, pieces)."""
+    """Every rank's tensors are its parts of the one process's; `dims`: name → dim, or (dim, pieces).
+
+    What `twice` found again is cut as what it found first.
+    """
     for rank, tensors in enumerate(found):
         assert tensors.keys() == one.keys()
         for name, x in tensors.items():
-            how = dims(name)
+            how = dims(name.removeprefix(_AGAIN))
             dim, pieces = how if isinstance(how, tuple) else (how, 1)
             expected = part(one[name], dim, rank, len(found), pieces)
             assert x.shape == expected.shape, (name, x.shape, expected.shape)

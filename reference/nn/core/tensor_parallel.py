@@ -23,7 +23,9 @@ MOST_SAME = 4096
 def check_same_on_ranks(layer: str, argument: str, x: torch.Tensor, group: str) -> None:
     """Refuse, on all ranks of a group, tensors whose shapes differ: a collective would wait, or end the process.
 
-    On a GPU, where it takes a wait of the host, a shape is compared when it is new to this rank.
+    On a GPU, where it takes a wait of the host, a shape is compared when it is new to this rank. So ranks that differ
+    hear of it if both shapes are new. If one of them is known, its rank goes on: the other's comparison then meets
+    another collective, and ends in an error, or in NCCL's timeout.
     """
     known, key = _SAME.setdefault(groups.group_of(group), set()), (layer, argument, tuple(x.shape))
     if x.is_cuda and key in known:
@@ -44,15 +46,6 @@ def refuse_compiler(layer: str, setting: str) -> None:
     """Refuse to be traced where ranks compute together."""
     if torch.compiler.is_compiling():
         raise NotImplementedError(f"{layer}: {setting} under torch.compile is not offered; eager mode is accepted.")
-
-
-def refuse_beyond_cpu(layer: str, setting: str, device: torch.device, why: str = "") -> None:
-    """Refuse a compiler, and a GPU, where ranks compute together."""
-    refuse_compiler(layer, setting)
-    if device.type == "cuda":
-        raise NotImplementedError(
-            f"{layer}: {setting} on a GPU is not offered yet{why}; tensors on the CPU are accepted."
-        )
 
 
 class TensorParallel:

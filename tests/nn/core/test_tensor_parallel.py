@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from shared.processes import run
 from shared.tensor_ranks import (
+    BACKENDS,
     BF16,
     RECIPES,
     again_too,
@@ -484,18 +485,20 @@ ON_GPUS: dict[str, dict[str, tuple[Any, Any, dict[str, Any]]]] = {
 }
 
 
-@pytest.mark.gpu
-@pytest.mark.gpus(2)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("which", ON_GPUS)
-def test_what_two_gpus_share(which: str, tmp_path: Path) -> None:
-    """Over NCCL, with the words of one process on the CPU; all of it twice, so that tapes are played."""
+def test_what_two_gpus_share(which: str, backend: str, tmp_path: Path) -> None:
+    """Over NCCL, with the words of one process on the CPU; all of it twice, so that tapes are played.
+
+    Over gloo the same on CPUs.
+    """
     programs = ON_GPUS[which]
     given = {
         f"{what}: {name}": (program, *case)
         for what, (program, _, cases) in programs.items()
         for name, case in cases.items()
     }
-    found = on_ranks(2, tmp_path, twice, given, "nccl")
+    found = on_ranks(2, tmp_path, twice, given, backend)
     for name, whole in in_one(of_program, given).items():
         of_case, case = programs[name.partition(": ")[0]][1], given[name][1:]
         compare(name, again_too(whole), [one[name] for one in found], lambda tensor: of_case(case, tensor))  # noqa: B023
