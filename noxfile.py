@@ -20,7 +20,7 @@ HERE = {**os.environ, "PYTHONPATH": "."}
 # Files with tests that run other libraries' unmodified code on these layers.
 INTEGRATIONS = (
     *("hugging_face", "conversion_blocks", "peft", "stand_in"),
-    *("from_meta", "identity", "recompute_by_pytorch", "user_benches", "launchers"),
+    *("from_meta", "identity", "recompute_by_pytorch", "user_benches", "launchers", "generator_peers"),
 )
 CLANG_FORMAT = "clang-format==23.1.5"  # each version formats a little differently
 
@@ -101,10 +101,11 @@ def notebooks(session: nox.Session) -> None:
 
 @nox.session
 def site(session: nox.Session) -> None:
-    """The site, in site/; a broken link fails. `mkdocs serve` shows it while you write."""
+    """The site, in site/; a broken link fails. `-- -m slow` visits all pages in Chromium, minutes."""
     _install(session, "-e", ".[dev,site]")
     session.run("mkdocs", "build", "--strict")
-    session.run("pytest", "--quiet", "tests/pages/test_site.py", "--site", "site", *session.posargs)
+    which = session.posargs or ["-m", "not slow"]
+    session.run("pytest", "--quiet", "tests/pages/test_site.py", "--site", "site", *which)
 
 
 @nox.session

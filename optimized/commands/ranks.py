@@ -68,15 +68,16 @@ class Ranks:
     @contextlib.contextmanager
     def listening(self, kept: Callable[[], str] = str) -> Iterator[None]:
         """Say in a sentence that another rank is gone; `kept()` follows it."""
+        block = next(ending.BLOCKS)
         try:
             yield
         except Exception as error:
             if self.count > 1 and not ending.of_collective(error) and not isinstance(error, Everywhere):
-                ending.told(error)  # the others are in a collective, and will ask
+                ending.told(error, block)  # the others are in a collective, and will ask
             if self.count == 1 or not ending.of_collective(error):
                 raise
             what = f"another rank has ended, or has said nothing for {LIMIT.total_seconds():g} s: this one ends, too."
-            said = ending.found(self.rank, self.count)
+            said = ending.found(self.rank, self.count, block)
             which = "".join(f" Rank {one}: {sentence}" for one, sentence in said.reasons.items())
             if said.missing:
                 which += f" Without a word: rank {', '.join(map(str, said.missing))}."

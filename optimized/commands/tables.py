@@ -91,7 +91,7 @@ class Group:
 
     def page(self) -> str:
         """The page's text."""
-        how = "Ours and theirs ran in one run, in an order drawn anew for each round."
+        how = "All libraries of a table ran in one run, in an order that is drawn again for each round."
         how = how if self.name != "tested" else "What was compared, injected and counted."
         again = "[All results](../results.md), and how to measure again."
         first, *others = (f"![{shows}](../{name}.png)" for name, shows in ((self.picture, self.shows), *self.more))
@@ -141,7 +141,7 @@ GROUPS = (
         "Optimizer",
         "optimizer",
         "optimizer",
-        "Bars show the time of an optimizer's step, ours and PyTorch's",
+        "Bars show the time of an optimizer's step, here and in PyTorch",
         ("adam",),
     ),
     Group(
@@ -226,8 +226,8 @@ def summary() -> str:
     rows = [*layers, *(row for one in shown for row in one), products]
     how = "How many times faster FP8 is here than others in the same run; [all results](docs/results.md)."
     note = (
-        "A layer's time is forward and backward: ours with exact attention, whose bits a CPU reproduces, PyTorch's in "
-        "its fastest variant, with cuDNN's attention. "
+        "A layer's time is that of forward and backward. Twin Engine has exact attention, whose bits a CPU reproduces. "
+        f"PyTorch has cuDNN's attention. {_built('layer', layer_tables.fastest)} "
         f"{_built('layer', layer_tables.launches)} {_built('layer', about)}"
     )
     left_out = [name for name in old if name in builders]
@@ -299,7 +299,9 @@ def equality() -> str:
     whys = "; ".join(dict.fromkeys(row["why"] for row in problems["rows"] if row["differing_words"]))
     count, equal = problems["problems"], problems["problems_with_every_word_equal"]
     words = (f"{problems[name]:,}" for name in ("words", "differing_words"))
-    rows.append(("our GEMM and cuBLASLt's on one GPU", *words, f"{equal} of {count} GEMMs have every word; {whys}"))
+    rows.append(
+        ("our GEMM and cuBLASLt's on one GPU", *words, f"{equal} of {count} GEMMs are equal in every word; {whys}")
+    )
     rows += _built("rowwise_torchao", rowwise_torchao.equality) or []
     theirs = _built("transformer_engine", lambda payload: payload["ops"]) or []
     names = {row["op"] for row in theirs if row["different"]}

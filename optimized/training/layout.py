@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from optimized.training.settings import Settings
 from reference.ops.gemms.gemm_part import CUTS
-from reference.parallel.chain import gathered_rows
+from reference.parallel.ordered_reduce import gathered_rows
 from reference.parallel.tensor import part_of
 from reference.parallel.tensor_state import partitions_of
 from reference.parallel.tokens import BLOCK

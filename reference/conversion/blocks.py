@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from reference.nn.attentions.apply_rotary import rotated_at
+from reference.nn.transformer import halves
 from reference.state import model_init
 
 # Classes whose forward is the formula above; `transformers` is not imported.
@@ -253,8 +254,8 @@ class DecoderBlock(torch.nn.Module):
         mask_type = "causal_bottom_right" if mask is None else "arbitrary"
         out = attention.core_attention(q, k, v, mask, attn_mask_type=mask_type)
         no_dropout = (0.0, self.generator)
-        h = self._add(attention.proj(out), x, no_dropout, normed=True)
-        return self._add(self.layernorm_mlp(h), h, no_dropout, normed=True)
+        h = halves.add_residual(self, attention.proj(out), x, no_dropout, normed=True)
+        return halves.add_residual(self, self.layernorm_mlp(h), h, no_dropout, normed=True)
 
     def state_dict(self, *args: Any, prefix: str = "", **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """As every module's, with Hugging Face's names."""

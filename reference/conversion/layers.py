@@ -90,7 +90,7 @@ def _choice(layers: Layers, module: Any) -> _Choice | str:
         return _Choice(layers.LayerNorm, module.normalized_shape, {"eps": module.eps})
     found = rms_norm_of(module)
     if found is None:
-        return "it is no linear layer, and no norm of te's"
+        return "it is neither a linear layer nor a norm that te has"
     return _Choice(layers.RMSNorm, (module.weight.numel(),), found._asdict())
 
 

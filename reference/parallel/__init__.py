@@ -1,9 +1,10 @@
 """Training on several ranks whose bits do not depend on how many there are.
 
     gradient_tree.py    the order of a step's gradients: groups of microbatches, and a binary tree over groups
+    flat_gradients.py   gradients one after the other in one tensor, as ranks exchange them
     gradient_order.py   that order in one process, over ranks, and as a hook of DistributedDataParallel
     fully_sharded.py    that order as the reduce-scatter of FSDP2's fully_shard
-    chain.py            a sum over K that passes from rank to rank
+    ordered_reduce.py   a sum over K that passes from rank to rank
     tensor.py           layers whose weights the ranks of a group share
     context.py          attention of a sequence whose tokens they share
     tokens.py           the layers around it

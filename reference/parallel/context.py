@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from reference.ops.attentions.attention_options import Options
 from reference.ops.library import twin
-from reference.parallel.chain import gathered_rows, ranks_of
+from reference.parallel.ordered_reduce import gathered_rows, ranks_of
 
 Tensors = tuple[torch.Tensor, ...]
 

@@ -12,9 +12,12 @@ then is the reason. So nothing is sent while all is well, and no collective is a
                             `PATIENCE` is over, and raises an error with the sentences and the ranks that are missing
 
 The store is the default group's: torchrun's agent keeps it, or rank 0 where there is none; if that is gone, rank 0 is.
+What is said stays in it. So each process counts its blocks, which every rank enters as often, and a rank's sentence has
+the number of its block: of an earlier block nothing is heard.
 """
 
 import contextlib
+import itertools
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -25,6 +28,8 @@ __all__ = ["RanksEnded", "ending_together"]
 
 PATIENCE = 3.0  # seconds in which ranks that are here say so
 KEY = "twin-engine/ended"
+BLOCKS = itertools.count(1)
+"""Numbers of this process's blocks; whoever begins one takes the next."""
 _LENGTH = 2000  # characters of a sentence
 
 
@@ -51,24 +56,29 @@ def of_collective(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and (isinstance(error, dist.DistError) or "gloo" in str(error))
 
 
-def told(error: BaseException) -> None:
-    """Write an error of this rank to the store, for the others."""
+def told(error: BaseException, block: int) -> None:
+    """Write an error of this rank in a block to the store, for the others."""
     with contextlib.suppress(Exception):  # the store may be gone, and the error is what matters
         what = f"{type(error).__name__}: {error}".split("\n")[0][:_LENGTH]
-        _store().set(f"{KEY}/{dist.get_rank()}", what)
+        _store().set(f"{KEY}/{dist.get_rank()}", f"{block} {what}")
 
 
-def found(rank: int, count: int, patience: float = PATIENCE) -> RanksEnded:
-    """After a collective's error: what the other ranks have said, when all have said something or after `patience`."""
+def found(rank: int, count: int, block: int, patience: float = PATIENCE) -> RanksEnded:
+    """After a collective's error: what the other ranks have said, when all have said something or after `patience`.
+
+    A rank may have left the block, and may have said it in a later one.
+    """
     reasons: dict[int, str] = {}
     try:
         store = _store()
-        store.set(f"{KEY}/{rank}", "")
+        store.set(f"{KEY}/{rank}", f"{block} ")
         end, missing = time.monotonic() + patience, [one for one in range(count) if one != rank]
         while missing:
             for one in [one for one in missing if store.check([f"{KEY}/{one}"])]:
+                number, _, what = store.get(f"{KEY}/{one}").decode().partition(" ")
+                if int(number) < block:
+                    continue
                 missing.remove(one)
-                what = store.get(f"{KEY}/{one}").decode()
                 if what:
                     reasons[one] = what
             if time.monotonic() > end:
@@ -87,18 +97,21 @@ def _store() -> Any:
 def ending_together(patience: float = PATIENCE) -> Iterator[None]:
     """Tell the other ranks of the default process group why this one ends, and hear from them; without it, nothing.
 
+    Every rank enters such blocks as often as the others.
+
     Args:
         patience: seconds in which a rank whose collective failed waits for the others' words.
 
     Raises:
         RanksEnded: a collective failed; an error of this rank's own stays what it is.
     """
+    block = next(BLOCKS)
     try:
         yield
     except Exception as error:
         if not (dist.is_available() and dist.is_initialized()) or isinstance(error, RanksEnded):
             raise
         if not of_collective(error):
-            told(error)
+            told(error, block)
             raise
-        raise found(dist.get_rank(), dist.get_world_size(), patience) from error
+        raise found(dist.get_rank(), dist.get_world_size(), block, patience) from error

@@ -29,14 +29,13 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from reference.arguments import is_group, is_int
-from reference.parallel import fully_sharded
+from reference.parallel import flat_gradients, fully_sharded
 from reference.parallel.gradient_tree import Nodes, nodes, owned, push
 from reference.state import scaling
 from reference.support.dtensor import is_dtensor, placed, shard
 from reference.support.groups import bytes_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_BUCKET = 1 << 24  # numbers that travel together where no hook of DDP says so
 # Its name in torch 2.11 and in later ones, which warn of the former.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 Sums = dict[torch.Tensor, torch.Tensor]  # by parameter
@@ -219,9 +218,9 @@ class GradientOrder:
         """End the last group, and make `.grad` the mean on every rank."""
         if self.groups == 1:
             return
-        for bucket in _buckets(self._used(parameters, find_unused)):
+        for bucket in flat_gradients.buckets(self._used(parameters, find_unused)):
             flat = shard(bucket[0]).new_empty(sum(p.numel() for p in bucket))
-            leaf = dict(zip(bucket, _views(flat, bucket), strict=True))
+            leaf = dict(zip(bucket, flat_gradients.views(flat, bucket), strict=True))
             for p, view in leaf.items():
                 view.fill_(-0.0) if p.grad is None else view.copy_(shard(p.grad))
             self._mean(flat, leaf)
@@ -265,7 +264,7 @@ class GradientOrder:
             node = torch.full_like(flat, -0.0, dtype=torch.float32)
             for p, part in leaf.items():
                 if p in sums:
-                    _like(node, part, flat).copy_(sums[p])
+                    flat_gradients.part_of(node, part, flat).copy_(sums[p])
                     if sums[p].is_cuda:  # made on another stream, perhaps
                         sums[p].record_stream(torch.cuda.current_stream(flat.device))
             found.append((which, node))
@@ -301,9 +300,9 @@ class GradientOrder:
         else:
             given = like.new_zeros(ranks, len(mine), size, dtype=dtype)
             for i, node in enumerate(mine):
-                _scatter(given[:, i], node)
+                flat_gradients.write_rows(given[:, i], node)
         pieces = like.new_empty(sum(counts), size, dtype=dtype)
-        _all_to_all(pieces, given, counts, [len(mine)] * ranks, size, self.process_group)
+        flat_gradients.all_to_all(pieces, given, counts, [len(mine)] * ranks, size, self.process_group)
         found: Nodes[torch.Tensor] = []
         rows = iter(pieces.to(torch.float32))
         for rank in range(ranks):
@@ -337,7 +336,9 @@ class GradientOrder:
             done.set_result(flat)
             return done
         self._hooked = True
-        leaf = {p: _laid_out(view, p) for p, view in zip(bucket.parameters(), bucket.gradients(), strict=True)}
+        leaf = {
+            p: flat_gradients.laid_out(view, p) for p, view in zip(bucket.parameters(), bucket.gradients(), strict=True)
+        }
         for p, view in leaf.items():
             if p.grad is None:  # DistributedDataParallel has put +0 there
                 view.fill_(-0.0)
@@ -371,56 +372,3 @@ def _add(left: Sums, right: Sums) -> Sums:
     if both:
         torch._foreach_add_([left[p] for p in both], [right[p] for p in both])
     return right | left
-
-
-def _buckets(parameters: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Neighbours of one dtype and device, about `_BUCKET` numbers."""
-    found: list[torch.Tensor] = []
-    for p in parameters:
-        if found and (
-            (p.dtype, p.device) != (found[0].dtype, found[0].device) or sum(x.numel() for x in found) >= _BUCKET
-        ):
-            yield found
-            found = []
-        found.append(p)
-    if found:
-        yield found
-
-
-def _views(flat: torch.Tensor, shapes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The parts of `flat`, with the shapes of these tensors."""
-    parts = flat.split([x.numel() for x in shapes])
-    return [part.view(x.shape) for part, x in zip(parts, shapes, strict=True)]
-
-
-def _laid_out(view: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-    """DistributedDataParallel's place of p's gradient: in the order of p's memory, if that has no gaps.
-
-    `GradBucket.gradients` does not say so.
-    """
-    dense = torch.empty_like(p, device="meta").stride() == p.stride()
-    return view.as_strided(p.shape, p.stride(), view.storage_offset()) if dense else view
-
-
-def _like(node: torch.Tensor, part: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
-    """The part of `node` that lies as `part` does in `flat`."""
-    return node.as_strided(part.shape, part.stride(), part.storage_offset() - flat.storage_offset())
-
-
-def _scatter(pieces: torch.Tensor, node: torch.Tensor) -> None:
-    """Write `node` [n] to the rows of `pieces` [ranks, size], one after the other; what is left of them stays."""
-    size = pieces.shape[1]
-    full = node.numel() // size
-    pieces[:full].copy_(node[: full * size].view(full, size))
-    if node.numel() > full * size:
-        pieces[full, : node.numel() - full * size].copy_(node[full * size :])
-
-
-def _all_to_all(
-    out: torch.Tensor, given: torch.Tensor, counts: list[int], sent: list[int], size: int, group: Any
-) -> None:
-    """Rows of `size` numbers: `sent[r]` of `given` to rank r, `counts[r]` from it, in the order of ranks."""
-    each = size * given.element_size()
-    dist.all_to_all_single(
-        bytes_of(out), bytes_of(given), [each * n for n in counts], [each * n for n in sent], group=group
-    )

@@ -7,9 +7,9 @@
     dx = g·w          column: one chain over `out` through the ranks     row: on each rank, its columns
     dw = gᵀ·x         on each rank, its rows or columns of w; K is the tokens, of which it has all
 
-A chain adds as one process does (`reference.parallel.chain`). Sequence parallel: outside of the two maps each rank has
-its tokens only. A column-parallel map gathers the rows of x, a row-parallel one those of g; what comes out of a chain
-goes to the ranks by rows.
+A chain adds as one process does (`reference.parallel.ordered_reduce`). Sequence parallel: outside of the two maps each
+rank has its tokens only. A column-parallel map gathers the rows of x, a row-parallel one those of g; what comes out of
+a chain goes to the ranks by rows.
 
 Scales are those of whole tensors. Delayed: each rank records the amax of its part, and the histories are reduced over
 the group before scales are computed (`reference.state.scaling.update`). Current: a maximum over the ranks before the
@@ -24,7 +24,7 @@ import torch
 from reference.ops.casts.cast_transpose import ceil16
 from reference.ops.gemms.gemm_part import CUTS
 from reference.ops.library import twin
-from reference.parallel import chain
+from reference.parallel import ordered_reduce
 from reference.recipes.block_scaling import InBlocks
 from reference.recipes.current_scaling import Current, scale_of_amaxes, scale_of_ranks
 from reference.recipes.delayed_scaling import Delayed
@@ -63,7 +63,7 @@ class Shared(NamedTuple):
         """T(a·bᵀ + bias) over the K of all ranks; `[m, n]`, with `sequence` this rank's rows."""
         gemm, shape, device = products(a, b), (a.codes.shape[0], b.codes.shape[0]), a.codes.device
         if not shape[0] * shape[1]:  # on every rank
-            rows = shape[0] // chain.ranks_of(self.group)[1] if self.sequence else shape[0]
+            rows = shape[0] // ordered_reduce.ranks_of(self.group)[1] if self.sequence else shape[0]
             return torch.zeros((rows, shape[1]), dtype=out_dtype, device=device)
         assert gemm.part is not None
         assert gemm.end is not None
@@ -72,7 +72,7 @@ class Shared(NamedTuple):
         if len(self.sizes) > 1:
             sizes = list(self.sizes)
             pieces = list(zip(pieces_of(a, sizes), pieces_of(b, sizes), strict=True))
-        out = chain.passed_on(
+        out = ordered_reduce.passed_on(
             self.group,
             shape,
             lambda piece, band, start: part(
@@ -82,7 +82,7 @@ class Shared(NamedTuple):
             len(pieces),
             device,
         )
-        return chain.from_last(self.group, out, shape, out_dtype, self.sequence, device)
+        return ordered_reduce.from_last(self.group, out, shape, out_dtype, self.sequence, device)
 
     def quantizers(self, roles: GemmRoles, found: dict[str, Quantizer]) -> None:
         """Let the quantizers of a map's tensors see those of all ranks."""
@@ -176,12 +176,12 @@ class Gathered(Around):
 
         Transposes are gathered, too: put side by side they are faster there than the whole is transposed.
         """
-        q, q_t = chain.gathered_rows(self.group, own.row.codes), None
+        q, q_t = ordered_reduce.gathered_rows(self.group, own.row.codes), None
         if transpose:
             assert own.column is not None
             rows, codes = len(own.row.codes), own.column.codes
-            columns, count = len(codes), chain.ranks_of(self.group)[1]
-            parts = chain.gathered_rows(self.group, codes.view(torch.uint8)).split(columns) if len(q) else ()
+            columns, count = len(codes), ordered_reduce.ranks_of(self.group)[1]
+            parts = ordered_reduce.gathered_rows(self.group, codes.view(torch.uint8)).split(columns) if len(q) else ()
             whole = [one[:, :rows] for one in parts]
             if (padding := ceil16(count * rows) - count * rows) > 0:
                 whole.append(torch.zeros(columns, padding, dtype=torch.uint8, device=q.device))
@@ -192,7 +192,7 @@ class Gathered(Around):
     def quantize(self, x: torch.Tensor, transpose: bool) -> Quantized:
         if self.by_codes:
             return self._codes(self.inner.quantize(x, transpose), transpose)
-        return self.inner.quantize(chain.gathered_rows(self.group, x), transpose)
+        return self.inner.quantize(ordered_reduce.gathered_rows(self.group, x), transpose)
 
     def norm(
         self,
@@ -212,7 +212,7 @@ class Gathered(Around):
     def grad(self, g: torch.Tensor, transpose: bool, dbias: bool) -> Produced:
         if self.by_codes and not dbias:
             return self.quantize(g, transpose), None
-        return self.inner.grad(chain.gathered_rows(self.group, g), transpose, dbias)
+        return self.inner.grad(ordered_reduce.gathered_rows(self.group, g), transpose, dbias)
 
     def joined_grad(self, parts: list[torch.Tensor], groups: int, transpose: bool, dbias: bool) -> Produced:
         raise NotImplementedError("a gradient in parts belongs to a column-parallel map, whose rows are all there")

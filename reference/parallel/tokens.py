@@ -21,8 +21,8 @@ import torch.distributed as dist
 
 from reference.ops.gemms.gemm_part import CUTS
 from reference.ops.library import twin
-from reference.parallel.chain import gathered_rows, ranks_of
 from reference.parallel.context import chunks_of, gathered, with_place
+from reference.parallel.ordered_reduce import gathered_rows, ranks_of
 from reference.parallel.tensor import of_whole
 from reference.recipes.block_scaling import InBlocks
 from reference.recipes.delayed_scaling import Delayed

@@ -25,8 +25,8 @@ import torch.distributed as dist
 from reference.ops.library import twin
 from reference.ops.vocabulary.cross_entropy import check_targets
 from reference.ops.vocabulary.embedding import check_range
-from reference.parallel.chain import gathered_rows, ranks_of
 from reference.parallel.gradient_tree import owned
+from reference.parallel.ordered_reduce import gathered_rows, ranks_of
 from reference.support import groups
 from reference.support.groups import bytes_of
 

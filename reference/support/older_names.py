@@ -20,6 +20,7 @@ _ROOMS = {
         ("", "state", "autocast capture>graph_seeds model_init moved>target_device scaling threads"),
         ("state", "state", "applied_device>target_device"),
         ("nn", "state", "weight_store"),
+        ("parallel", "parallel", "chain>ordered_reduce"),
         ("", "memory", "marks>offload_marks offload recompute rng_tracker unchanged>recompute_inputs"),
         ("memory", "memory", "marks>offload_marks unchanged>recompute_inputs"),
         ("nn", "float8", "float8_kept>float8_storage float8_like float8_part float8_quantizer float8_tensor"),

@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
+from shared.asked import is_what_was_recorded
 from shared.dry_bench import DryBench, Round, is_table
 
 from optimized.bench.kernels import activation, adam, cast, cross_entropy, embedding, norm
@@ -229,6 +230,7 @@ def run(module: Any) -> tuple[Row, DryBench, list[float]]:
     with DryBench() as bench, mock.patch.object(torch, "_fused_sgd_", return_value=None):
         payload = module.run(told.append)
     assert json.loads(json.dumps(payload)) == payload
+    is_what_was_recorded(module.NAME, payload)
     assert payload["what"]
     assert payload["provenance"]["date"].startswith("2026-01-02")
     assert told[-1] == 1.0

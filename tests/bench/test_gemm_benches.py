@@ -10,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from shared.asked import is_what_was_recorded
 from shared.dry_bench import MS_PER_NOTE, DryBench, Round, is_table
 
 from optimized.bench.kernels import gemm, gemm_blocks, gemm_epilogue
@@ -46,6 +47,7 @@ def run(module: Any, **options: Any) -> tuple[Row, DryBench]:
     assert {one.kernel.kernel for one in bench.gpu.launches} <= payload["provenance"]["kernels"].keys()
     assert payload["provenance"]["kernels"].keys() == set(module.KERNELS)
     assert json.loads(json.dumps(payload)) == payload
+    is_what_was_recorded(module.NAME, payload)
     count = len(payload["rows"])
     assert told == [(i + 1) / count for i in range(count)]
     assert payload["what"].endswith(("same run", "bf16 output"))

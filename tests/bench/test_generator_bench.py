@@ -8,14 +8,11 @@ from unittest import mock
 import pytest
 import torch
 from shared import training_text
+from shared.generator_sizes import CASE, SMALL
 
 from optimized.bench.models import generator
 from optimized.bench.models import generator_contestants as contestants
 from optimized.training.settings import Settings
-
-CASE = replace(generator.CASE, hidden=64, ffn=64, heads=4, kv_heads=2, sequence=128)
-SMALL: dict[str, Any] = {"LAYERS": 1, "PAIRS": ((1, 112), (2, 112)), "THEIR_PAIRS": (), "STEPS": 1}
-SMALL |= {"UNCOUNTED": 0, "SEQUENCES": 3, "LENGTHS": (3, 140)}
 
 
 def run(**options: Any) -> dict[str, Any]:
@@ -55,24 +52,6 @@ def test_the_whole_benchmark_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> Non
     assert titles == [
         *("Decoding with te.Generator", "The price of a written order", "A cache in pages", "What a trail costs")
     ]
-
-
-@pytest.mark.integration
-@pytest.mark.filterwarnings("ignore")  # of the libraries
-@torch.no_grad()
-def test_hugging_faces_model_goes_on_from_a_filled_cache() -> None:
-    pytest.importorskip("transformers")
-    model = contestants.their_model(CASE, 1, 64, "cpu")
-    entrant = contestants.HuggingFace(model, CASE, 2, 112, backend="eager")
-    assert int(entrant.cache.get_seq_length()) == 112 - contestants.LEFT + 3
-    entrant.block(2)
-    assert int(entrant.cache.get_seq_length()) == 112 - contestants.LEFT + 5
-    now = generator._Run(1e9)
-    small = mock.patch.multiple(generator, **{**SMALL, "THEIR_PAIRS": ((2, 112),)})
-    with small, mock.patch.object(torch.cuda, "synchronize"):
-        (row,) = generator.theirs(now, CASE, 64, 1, "cpu", backend="eager")
-    assert (row["name"], row["batch"], row["context"]) == (generator.THEIRS, 2, 112)
-    assert not now.missing
 
 
 def test_a_part_that_fails_or_comes_too_late_leaves_a_sentence() -> None:

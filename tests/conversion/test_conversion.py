@@ -77,13 +77,13 @@ def test_it_computes_what_layers_of_ours_compute(same_bits: Any) -> None:
 def test_the_report_says_why() -> None:
     report = te.convert(block(), filter={"layers.1": False})
     assert report.skipped == {
-        "embedding": "it is no linear layer, and no norm of te's",
+        "embedding": "it is neither a linear layer nor a norm that te has",
         "layers.1": "filter leaves it out",
         "small": "in_features=32, out_features=10: multiples of 16 are accepted in FP8",
     }
     assert str(te.convert(block())).splitlines() == [
         "module     count  was           is now        why",
-        "embedding  1      Embedding     as it was     it is no linear layer, and no norm of te's",
+        "embedding  1      Embedding     as it was     it is neither a linear layer nor a norm that te has",
         "norm       1      LayerNorm     te.LayerNorm",
         "layers.*   3      Linear        te.Linear",
         "rms        1      ZeroCentered  te.RMSNorm",

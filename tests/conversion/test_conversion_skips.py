@@ -71,7 +71,10 @@ def with_fp8_weight() -> torch.nn.Module:
         (lambda: torch.nn.LayerNorm((4, 8)), "te.LayerNorm has one dimension, a weight and a bias"),
         (lambda: torch.nn.LayerNorm(32, bias=False), "te.LayerNorm has one dimension, a weight and a bias"),
         (lambda: torch.nn.LayerNorm(32, eps=0.0), "LayerNorm: eps=0.0; a positive finite number of fp32 is accepted."),
-        (lambda: torch.nn.RMSNorm(32), "it is no linear layer, and no norm of te's"),  # its eps depends on the dtype
+        (
+            lambda: torch.nn.RMSNorm(32),
+            "it is neither a linear layer nor a norm that te has",
+        ),  # its eps depends on the dtype
     ],
 )
 def test_a_module_that_stays(make: Callable[[], torch.nn.Module], why: str) -> None:

@@ -1,6 +1,7 @@
 """What holds of every launch of the ops, seen without a GPU: of the calls in their lists, and of any size."""
 
 import itertools
+import math
 import re
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shared.dry_gpu import DryGpu, Launched, renumbered
-from shared.op_calls import LISTS, SIZED, dry, dry_sized
+from shared.op_calls import LISTS, SIZED, dry, dry_calls, dry_sized
 
 import optimized
 import reference as te
@@ -20,6 +21,7 @@ from optimized.ops.gemms.gemm_tile import FP8_TILES, TILES
 from optimized.ops.norms import norm, norm_backward, norm_cast_transpose
 from optimized.recordings import cases
 from optimized.recordings.calls import Inputs
+from reference.ops.optimizers.grad_norm import CHUNK
 
 SHARED_BYTES = 232448  # that a block of Hopper's can have
 # These have more configurations than CI compiles: each macro must have a value that CI compiles somewhere.
@@ -101,6 +103,8 @@ def check_cover(launched: Launched) -> None:
         assert (grid[0] - 1) * (block[0] // 32) < rows <= grid[0] * (block[0] // 32)
         groups, cols = int(kernel.defines["GROUPS"]), int(args[3 if kernel.name == "softmax" else 4])
         assert groups == 0 or cols <= 256 * groups
+    elif kernel.name == "norm_any":
+        assert kernel.defines["VECTOR"] == (int(args[7]) % 8 == 0)
     elif kernel.kernel == "activation":
         rows, cols = (int(arg) for arg in args if isinstance(arg, np.int32))
         assert grid == (-(-rows // 4) * -(-cols // (block[0] * (16 // size if kernel.defines["VECTOR"] else 1))),)
@@ -130,11 +134,32 @@ def check_attention(launched: Launched) -> None:
     assert grid == (cluster * min(works, {1: 132, 2: 64}[cluster]),)  # the dry GPU's blocks, or clusters, at once
 
 
+def check_table(launched: Launched) -> None:
+    """Blocks are numbered through the tensors of a table, each tensor has as many as cover it, and no more run."""
+    kernel, grid, block, args, _ = launched
+    table = args[0].storage if args and hasattr(args[0], "storage") else np.zeros(())
+    if "first_block" not in (table.dtype.names or ()):
+        return
+    listed = int(args[1])
+    assert 0 < listed <= len(table) == kernel.defines["CAPACITY"]
+    if kernel.name.endswith("_scales"):  # a thread of each tensor
+        assert grid == (-(-listed // block[0]),)
+        return
+    each = CHUNK if kernel.kernel == "grad_norm" else 8 * block[0] * int(kernel.defines.get("TILES", 1))
+    ends = list(itertools.accumulate(-(-int(one) // each) for one in table["count"][:listed]))
+    assert [0, *ends[:-1]] == table["first_block"][:listed].tolist(), kernel.kernel
+    assert grid == (ends[-1],), kernel.kernel
+    addresses = [name for name in table.dtype.names or () if table.dtype[name] == np.uint64]
+    aligned = [all(int(row[name]) % 16 == 0 for name in addresses) for row in table[:listed]]
+    assert aligned == (table["aligned"][:listed] != 0).tolist(), kernel.kernel
+
+
 def check(launches: list[Launched]) -> None:
     for launched in launches:
         check_limits(launched)
         check_compiled(launched)
         check_cover(launched)
+        check_table(launched)
 
 
 @pytest.mark.parametrize("name", LISTS)
@@ -169,9 +194,46 @@ def test_rows_of_every_width_have_a_kernel(name: str) -> None:
             assert shape.shared(x, kind) <= SHARED_BYTES
 
 
+# By name: kernels whose arguments have a matrix's extents side by side, or how many numbers it has.
+TOLD = {"amax", "cast", "cast_blocks", "cast_stats", "cast_stats_blocks", "current_scale", "dequantize"}
+TOLD |= {"gemm", "gemm_fp8", "gemm_fp8_blocks", "gemm_fp8_blocks_fused", "gemm_fp8_blocks_part", "gemm_fp8_fused"}
+TOLD |= {"gemm_fp8_part", "gemm_fp8_rowwise", "gemm_part", "norm_any", "norm_rows", "norm_backward", "norm_cast_blocks"}
+TOLD |= {"norm_cast_transpose", "norm_statistics", "normal", "softmax", "softmax_backward"}
+
+
+def test_kernels_are_told_how_large_the_matrices_of_their_calls_are() -> None:
+    seen = set()
+    for op, sizes, launches in itertools.chain.from_iterable(map(dry_calls, LISTS)):
+        for kernel, _, _, args, _ in launches:
+            if kernel.name in TOLD:
+                told = [int(one) for one in args if isinstance(one, (np.int32, np.int64))]
+                assert sizes & {*told, *(a * b for a, b in itertools.pairwise(told))}, (op, kernel, told)
+                seen.add(kernel.name)
+    assert seen == TOLD
+
+
+def test_a_scale_is_of_all_parts_of_its_matrix() -> None:
+    """Each block that looks for an amax leaves one, and the kernel that makes scales reads as many of each matrix."""
+    seen = 0
+    for before, after in itertools.pairwise(dry("current_scale")[1]):
+        if after.kernel.name == "total":
+            assert int(after.args[2]) * after.grid[0] == math.prod(before.grid)
+            seen += 1
+    assert seen
+
+
 def test_every_kernel_of_the_ops_is_launched_by_some_call() -> None:
     launched = {one.kernel.kernel for name in LISTS for one in dry(name)[1]}
     assert set(COMPILED) <= launched
+
+
+def test_every_value_of_a_macro_is_launched_by_some_call() -> None:
+    """Of each kernel. What no call launches, no test on a GPU compares with the CPU."""
+    launched = {
+        (kernel.kernel, *macro) for name in LISTS for kernel, *_ in dry(name)[1] for macro in kernel.defines.items()
+    }
+    compiled = {(kernel, *macro) for kernel, those in COMPILED.items() for one in those for macro in one.items()}
+    assert not compiled - launched
 
 
 def test_every_tile_is_launched_by_some_call() -> None:
@@ -347,6 +409,21 @@ def test_threads_of_a_product_store_16_bytes_where_rows_and_tiles_allow_it(name:
                     assert kernel.defines["RUN"] == run, (call.name, kernel.defines)
                     seen.add(run)
     assert seen == {4, 8}
+
+
+def test_packed_sequences_bring_how_many_rows_they_have() -> None:
+    """All of them, those between sequences too: a kernel reads and writes no others."""
+    module, seen = cases.MODULES["attention"], 0
+    with DryGpu(written=False) as gpu:
+        for drawn in module.packed(Inputs("cuda", filled=False)):
+            before = len(gpu.launches)
+            module.forward(drawn).run()
+            for launched in gpu.launches[before:]:
+                if launched.kernel.name == "attention":
+                    found = launched.args[3].storage[()]
+                    assert (int(found["q_rows"]), int(found["kv_rows"])) == (drawn.q.shape[0], drawn.k.shape[0])
+                    seen += 1
+    assert seen
 
 
 def test_scratch_of_attentions_gradient_has_room_for_all_of_dq() -> None:

@@ -18,7 +18,7 @@ from shared.graph_cases import (
 )
 
 import reference as te
-from reference.graphs import graph
+from reference.graphs import graphed_module
 from reference.state import scaling
 from reference.state.threads import here
 from reference.support.nested import tensors_of
@@ -211,7 +211,7 @@ def test_a_replay_joins_the_autocast_as_its_layers_would(monkeypatch: pytest.Mon
     layer = te.make_graphed_callables(te.Linear(HIDDEN, 16, params_dtype=BF16), (x,), enabled=True, recipe=RECIPE)
     joined: list[Any] = []
     watched = SimpleNamespace(**{**vars(scaling), "join": lambda *given: joined.append(given)})
-    monkeypatch.setattr(graph, "scaling", watched)
+    monkeypatch.setattr(graphed_module, "scaling", watched)
     with te.autocast(recipe=RECIPE):
         layer(x)
     assert joined == [(layer, RECIPE, None)]

@@ -20,7 +20,7 @@ from shared.recorded_steps import BF16, MODELS, RECIPES, given, made, recorded, 
 
 import optimized
 import reference as te
-from reference.graphs import graph
+from reference.graphs.graphed_module import GraphedModule
 from reference.inspect.recorded_step import digest, file, statistics
 from reference.inspect.recorded_step.replay import replay
 from reference.inspect.recorded_step.statistics import Statistics
@@ -334,7 +334,7 @@ def test_what_is_compiled_runs_in_eager_mode(tmp_path: Path) -> None:
 def test_a_cuda_graph_is_refused(tmp_path: Path) -> None:
     """Its forward, as `make_graphed_callables` leaves it."""
     model = torch.nn.Sequential(made("Linear"))
-    model[0].forward = types.MethodType(graph._Graphed.forward, object.__new__(graph._Graphed))
+    model[0].forward = types.MethodType(GraphedModule.forward, object.__new__(GraphedModule))
     with pytest.raises(RuntimeError, match=r"record: 0 replays a CUDA graph \(make_graphed_callables\), whose ops"):
         te.record(model, tmp_path / "a")
 

@@ -19,7 +19,7 @@ from shared.recorded_steps import RECIPES, given, made, recorded, replayed, step
 import reference as te
 from optimized.commands import main
 from reference.checkpoints import checked_safetensors
-from reference.inspect.recorded_step import file
+from reference.inspect.recorded_step import file, ops
 from reference.inspect.recorded_step.words import coverage
 from reference.support import files
 
@@ -45,6 +45,18 @@ def rewritten(path: Path, change: Callable[[dict[str, Any], Tensors], None], **m
     kept = {name: value for name, value in kept.items() if name not in ("seal", "crc32")}
     metadata = {**kept, "sha256": hashlib.sha256(text).hexdigest(), **metadata}
     checked_safetensors.write(path, tensors, metadata, file.safe_name)
+
+
+@pytest.mark.parametrize("reads", [0, 1, 3])
+def test_an_argument_is_one_of_the_tensors_read(reads: int) -> None:
+    """By its number, at any depth."""
+    of = "aten::mm"
+    for n in range(reads):
+        ops.check_arguments(of, [1.0, [{"read": n}], {"read": n}], reads)
+    for wrong in (-1, reads, reads + 1, 0.0, True, "0", None):
+        for values in ([{"read": wrong}], [[[{"read": wrong}]]]):
+            with pytest.raises(ValueError, match=f"an argument of {of} is its tensor {wrong}, of {reads}"):
+                ops.check_arguments(of, values, reads)
 
 
 def first_op(name: str, value: Any) -> Callable[[dict[str, Any], Tensors], None]:

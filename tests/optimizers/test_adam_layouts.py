@@ -191,6 +191,11 @@ def put(name: str, value: Any) -> Callable[[Any], None]:
 @pytest.mark.parametrize(
     ("change", "error", "sentence"),
     [
+        (
+            lambda entry: entry["exp_avg_scale"].neg_(),
+            ValueError,
+            r"\['exp_avg_scale'\]=-.* is not the scale of the numbers",
+        ),
         (put("exp_avg_scale", torch.ones(1)), ValueError, r"\['exp_avg_scale'\]=1.0 is not the scale of the numbers"),
         (put("exp_avg_scale", -torch.ones(1)), ValueError, r"\['exp_avg_scale'\]=-1.0 is not the scale"),
         (put("exp_avg_scale", torch.zeros(1)), ValueError, r"\['exp_avg_scale'\]=0.0 is not the scale"),

@@ -69,7 +69,7 @@ def test_it_fits_the_screen_and_asks_nobody(browser: chromium.Page, width: int, 
     assert browser.errors == []
     assert browser.asked
     assert all(address.startswith((PAGE.rpartition("/")[0], "data:")) for address in browser.asked)
-    assert browser.run("document.documentElement.scrollWidth <= innerWidth")
+    assert browser.wider_by() == 0
     paper, ink = browser.run(
         "((style) => [style.backgroundColor, style.color])(getComputedStyle(document.querySelector('.card')))"
     )

@@ -1,20 +1,19 @@
 """The site (mkdocs.yml, docs/site): built strictly from this checkout, and from one with broken links, which fails."""
 
 import html.parser
-import http.server
 import importlib.util
 import json
 import re
 import shutil
 import subprocess
 import sys
-import threading
 import urllib.parse
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from shared import chromium
+from tools import visit_site
 
 pytestmark = [
     pytest.mark.slow,  # `nox -s site` runs them
@@ -104,17 +103,16 @@ def test_a_notebook_is_shown_with_its_outputs(site: Path, path: Path) -> None:
 def address(site: Path) -> Iterator[str]:
     """Where a server on this machine shows the site."""
 
-    class Quiet(http.server.SimpleHTTPRequestHandler):
-        def __init__(self, *arguments, **keywords) -> None:
-            super().__init__(*arguments, directory=str(site), **keywords)
+    with visit_site.served(site) as where:
+        yield where
 
-        def log_message(self, *_: object) -> None:
-            pass
 
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Quiet) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
+@pytest.mark.skipif(chromium.found() is None, reason=chromium.MISSING)
+def test_every_page_is_whole_on_a_phone_and_a_screen(site: Path, tmp_path: Path) -> None:
+    done = visit_site.visit(site, tmp_path, code=False)  # the tool visits source files, too
+    assert done.wrong == []
+    assert done.visits == 4 * done.pages > 400
+    assert done.pictures > 300
 
 
 @pytest.mark.skipif(chromium.found() is None, reason=chromium.MISSING)
@@ -134,7 +132,7 @@ def test_the_home_works_inside_the_theme(address: str, tmp_path: Path) -> None:
                 page.look(width, dark=dark)
                 page.open(f"{address}/index.html")
                 assert page.run('document.querySelectorAll(".scope .card").length') == 4
-                assert page.run("document.documentElement.scrollWidth <= innerWidth")
+                assert page.wider_by() == 0
                 assert is_dark() == dark
         for switch, dark in ((1, False), (2, True)):  # the theme's own switch, against what the system prefers
             page.look(1280, dark=not dark)

@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -58,7 +59,26 @@ def worker(rank: int, port: int, folder: str, event: Callable[[], None]) -> None
     os._exit(0)
 
 
-def on_ranks(folder: Path, event: Callable[[], None]) -> list[str]:
+def twice(rank: int, port: int, folder: str, failing: tuple[int, int]) -> None:
+    """Two blocks, in each of which another rank has an error of its own, and the others that of a collective."""
+    rendezvous = {"init_method": f"tcp://127.0.0.1:{port}", "rank": rank, "world_size": WORLD}
+    dist.init_process_group("gloo", **rendezvous)
+    said = []
+    for fails in failing:
+        try:
+            with te.parallel.ending_together(PATIENCE):
+                raise (
+                    ValueError(f"rank {rank}'s own") if rank == fails else RuntimeError("gloo: what it says of a rank")
+                )
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}")
+        dist.barrier()
+    Path(folder, f"{rank}.txt").write_text("\n".join(said))
+    dist.barrier()  # rank 0 keeps the store
+    os._exit(0)
+
+
+def on_ranks(folder: Path, event: Any, worker: Callable[..., None] = worker) -> list[str]:
     port, since = free_port(), time.monotonic()
     processes = [started(worker, rank, port, str(folder), event) for rank in range(WORLD)]
     for rank, process in enumerate(processes):
@@ -84,6 +104,14 @@ def test_a_rank_that_is_gone_or_hangs_is_named(event: Callable[[], None], tmp_pa
     first, _, last = on_ranks(tmp_path, event)
     assert first == "RanksEnded: rank 0 ends, because rank 1 ended, or hung, without a word."
     assert last == "RanksEnded: rank 2 ends, because rank 1 ended, or hung, without a word."
+
+
+def test_what_was_said_in_an_earlier_block_is_not_heard_again(tmp_path: Path) -> None:
+    by_rank = [said.split("\n") for said in on_ranks(tmp_path, (1, 2), twice)]
+    for block, fails in enumerate((1, 2)):
+        for rank, said in enumerate(by_rank):
+            why = f"RanksEnded: rank {rank} ends, because rank {fails} had an error: ValueError: rank {fails}'s own."
+            assert said[block] == (f"ValueError: rank {rank}'s own" if rank == fails else why)
 
 
 def test_without_a_process_group_an_error_stays_what_it_is() -> None:

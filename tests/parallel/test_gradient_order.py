@@ -84,6 +84,20 @@ def steps(model: torch.nn.Module, order: GradientOrder, dtype: torch.dtype, unus
         yield words(model)
 
 
+@pytest.mark.parametrize("each", range(1, 7))
+def test_a_group_has_the_microbatches_after_another_in_turn(each: int) -> None:
+    """Any number of them: they are added one by one, and the sums of two groups once."""
+    values = torch.randn(2 * each, 1000, generator=torch.Generator().manual_seed(each))
+    model = torch.nn.ParameterList([torch.zeros(1000)])
+    seen = []
+    for number in GradientOrder(2).microbatches(model, 2 * each):
+        (model[0] * values[number]).sum().backward()
+        seen.append(number)
+    assert seen == list(range(2 * each))
+    sums = [functools.reduce(torch.add, values[first : first + each]) for first in (0, each)]
+    assert_same_bits(model[0].grad, (sums[0] + sums[1]) / 2)
+
+
 def expected(dtype: torch.dtype, unused: bool, groups: int = GROUPS) -> list[dict[str, torch.Tensor]]:
     return list(steps(Model(dtype, unused), GradientOrder(groups), dtype, unused))
 
@@ -113,7 +127,6 @@ def refused(rank: int) -> None:
 def worker(rank: int, world: int, port: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world, timeout=LIMIT)
     failed, found = {}, {}
-    gc.freeze()  # what imports have left: collections below need not look at it
     for name, dtype in FAST if world == 3 else CASES:
         try:
             unused = name in UNUSED

@@ -102,6 +102,10 @@ class Page:
         feature = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.send("Emulation.setEmulatedMedia", features=[feature])
 
+    def wider_by(self) -> int:
+        """By how many CSS pixels the page is wider than its window, whose `innerWidth` grows with it on a phone."""
+        return max(0, self.run("document.documentElement.scrollWidth - document.documentElement.clientWidth"))
+
     def press(self, key: str, code: int) -> None:
         """Press and release a key by its name and its Windows key code: "Tab" is 9, "ArrowRight" 39."""
         for kind in ("keyDown", "keyUp"):
@@ -119,10 +123,10 @@ class Page:
             self.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", buttons=1, clickCount=1)
         self.send("Input.dispatchMouseEvent", type="mouseReleased", x=end[0], y=end[1], button="left", clickCount=1)
 
-    def picture(self, path: Path) -> None:
-        """Write the whole page as a PNG."""
+    def picture(self, path: Path, height: int | None = None) -> None:
+        """Write the page as a PNG: the whole, or as much of its top as is `height` CSS pixels high."""
         size = self.send("Page.getLayoutMetrics")["cssContentSize"]
-        clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
+        clip = {"x": 0, "y": 0, "width": size["width"], "height": height or size["height"], "scale": 1}
         answer = self.send("Page.captureScreenshot", clip=clip, captureBeyondViewport=True)
         path.write_bytes(base64.b64decode(answer["data"]))
 

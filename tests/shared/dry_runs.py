@@ -15,6 +15,7 @@ from unittest import mock
 
 import matplotlib
 import pytest
+from shared.asked import is_what_was_recorded
 from shared.dry_bench import DryBench, Round
 
 import optimized
@@ -54,6 +55,7 @@ def run(module: Any, call: Callable[..., Row] | None = None) -> Ran:
     assert {one.kernel.kernel for one in bench.gpu.launches} <= payload["provenance"]["kernels"].keys()
     assert payload["what" if "what" in payload else "ms"]
     payload = json.loads(json.dumps(payload))
+    is_what_was_recorded(module.NAME, payload)
     assert all(map(math.isfinite, numbers(payload)))
     assert told == sorted(told)
     assert told[-1] == pytest.approx(1.0)

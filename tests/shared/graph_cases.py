@@ -83,9 +83,7 @@ def pretend(modules: Any, samples: Any, num_warmup_iters: int, allow_unused_inpu
         module.zero_grad()
 
         def replay(*args: torch.Tensor, run: Any = run, module: Any = module) -> torch.Tensor:
-            with mock.patch.object(
-                graph.graph_seeds, "present", graph_seeds.Draws
-            ):  # what runs is what a replay repeats
+            with mock.patch.object(graph_seeds, "present", graph_seeds.Draws):  # what runs is what a replay repeats
                 return Replay.apply(run, len(args), *args, *module.parameters())
 
         module.forward = replay

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from shared.dry_gpu import DryGpu, Launched
@@ -10,6 +11,7 @@ from torch.utils._pytree import tree_map_only
 
 from optimized.recordings import cases
 from optimized.recordings.calls import Call, Inputs
+from reference.inspect.recorded_step.ops import tensors_of
 
 LISTS = sorted(cases.having("calls"))
 SIZED = sorted(cases.having("sized"))
@@ -39,16 +41,32 @@ def sized(name: str, device: torch.device | str, rows: int, cols: int) -> Iterat
     yield from cases.MODULES[name].sized(Inputs(device), rows, cols)
 
 
+class Ran(NamedTuple):
+    """A call's op, how many numbers each of its tensors has, and what it launches."""
+
+    op: str
+    sizes: set[int]
+    launches: list[Launched]
+
+
 @functools.cache
-def dry(name: str) -> tuple[set[str], list[Launched]]:
-    """The ops that a file calls, large calls among them, and what they launch: on a GPU that only takes notes."""
-    module, ops = cases.MODULES[name], set()
+def dry_calls(name: str) -> list[Ran]:
+    """The calls of a file, large calls among them, on a GPU that only takes notes."""
+    module, ran = cases.MODULES[name], []
     with DryGpu(written=False) as gpu:
         for function in ("calls", "large"):
             for call in getattr(module, function, lambda inputs: ())(Inputs("cuda", filled=False)):
-                ops.add(call.name)
+                before = len(gpu.launches)
                 call.run()
-    return ops, gpu.launches
+                sizes = {x.numel() for x in tensors_of(call.args)}
+                ran.append(Ran(call.name, sizes, gpu.launches[before:]))
+    return ran
+
+
+def dry(name: str) -> tuple[set[str], list[Launched]]:
+    """The ops that a file calls, and what they launch."""
+    ran = dry_calls(name)
+    return {one.op for one in ran}, [launched for one in ran for launched in one.launches]
 
 
 def dry_sized(name: str, rows: int, cols: int) -> tuple[set[str], list[Launched]]:

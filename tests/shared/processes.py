@@ -5,6 +5,7 @@ them. What an import itself does, reads from the environment or costs needs a fr
 one thread: it does not have those of OpenMP's that an import may have started, and would wait for them.
 """
 
+import gc
 import multiprocessing
 import os
 import socket
@@ -19,7 +20,9 @@ from typing import Any
 import torch.multiprocessing
 
 _CONTEXT: Any = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["shared.cores", "optimized", "conftest"])
+# Ranks that train import these, each for itself: it would be half of their time.
+_LATER = ("torch._dynamo", "torch.distributed.fsdp", "matplotlib.figure")
+_CONTEXT.set_forkserver_preload(["shared.cores", "optimized", "conftest", *_LATER])
 
 
 def event() -> Any:
@@ -29,6 +32,7 @@ def event() -> Any:
 
 def _on_one_thread(work: Callable[..., None], *arguments: Any) -> None:
     torch.set_num_threads(1)
+    gc.freeze()  # what imports have left: collections need not look at it
     work(*arguments)
 
 

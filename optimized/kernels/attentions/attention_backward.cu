@@ -16,9 +16,9 @@
 // Around it: attention_backward_ends.cu.
 //
 // Defines: FORMAT (BF16 | FP16), D_CHUNKS (d in chunks of 64: 1, 2), N_OUT (64 | 128), STAGES, QUERIES (64 | 128), DROPOUT
-// (0 | 1), BIAS (0 | 1), LENGTHS (0 | 1), PACKED (0 | 1), HEADS_APART (0 | 1; attention_works.cuh).
-#include "attention_pairs.cuh"
-#include "attention_works.cuh"
+// (0 | 1), BIAS (0 | 1), LENGTHS (0 | 1), PACKED (0 | 1), HEADS_APART (0 | 1; attention_backward_scheduler.cuh).
+#include "attention_backward_softmax.cuh"
+#include "attention_backward_scheduler.cuh"
 #include "ptx/bulk.cuh"
 #include "ptx/grid.cuh"
 #include "ptx/stmatrix.cuh"

@@ -8,7 +8,7 @@
 //
 // Defines: FORMAT (BF16 | FP16), N_OUT, QUERIES, LENGTHS, PACKED and HEADS_APART, as attention_backward.cu and
 // attention_backward_wide.cu, and of `attention_keep` PLACED (0 | 1 | 2).
-#include "attention_works.cuh"
+#include "attention_backward_scheduler.cuh"
 #include "ptx/grid.cuh"
 
 #ifndef PLACED

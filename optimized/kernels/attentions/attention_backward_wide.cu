@@ -20,8 +20,8 @@
 //
 // Defines: FORMAT (BF16 | FP16), N_OUT (256), QUERIES (64), DROPOUT (0 | 1), BIAS (0 | 1), LENGTHS (0 | 1), PACKED
 // (0 | 1).
-#include "attention_movers.cuh"
-#include "attention_pairs.cuh"
+#include "attention_backward_wide_producer.cuh"
+#include "attention_backward_softmax.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/stmatrix.cuh"
 

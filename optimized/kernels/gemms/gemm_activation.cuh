@@ -4,14 +4,14 @@
 //   q = y in FP8, q_t its transpose [width, ceil16(m)], amax     (quantize.cuh, reference/ops/casts/cast_transpose.py)
 //
 // If the kind is gated, n is twice `width` and a tile holds the same columns of both halves of h. The consumers finish
-// a tile in units: four columns of a row half of a piece (gemm_piece.cuh), of both halves if gated.
+// a tile in units: four columns of a row half of a piece (gemm_epilogue_tile.cuh), of both halves if gated.
 //
 // Defines: KIND (activation.cuh), FP8 (quantize.cuh).
 #pragma once
 
 #include "activations/activation.cuh"
 #include "gemm_bias.cuh"
-#include "gemm_piece.cuh"
+#include "gemm_epilogue_tile.cuh"
 #include "common/quantize.cuh"
 #include "common/transpose.cuh"
 

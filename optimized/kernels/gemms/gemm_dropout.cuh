@@ -3,7 +3,7 @@
 //   out = T( T( dropout( T( x + bias ) ) ) + residual )         kernels/random/dropout.cu, reference/ops/random/dropout.py
 //
 // Each part may be absent. Element row * n + column has its own bit of the mask; eight neighbours share a Philox
-// counter. The consumers finish a tile in row halves of pieces (gemm_piece.cuh), spread over the next tile's k-blocks;
+// counter. The consumers finish a tile in row halves of pieces (gemm_epilogue_tile.cuh), spread over the next tile's k-blocks;
 // mask, bias and residual reach them through shared memory (gemm_mask.cuh, gemm_bias.cuh, gemm_residual.cuh).
 #pragma once
 

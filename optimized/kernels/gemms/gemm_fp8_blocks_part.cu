@@ -6,7 +6,7 @@
 //
 // Defines: A_FORMAT, B_FORMAT (E4M3 | E5M2), SQUARE_A, SQUARE_B, WARPGROUPS, BLOCK_N, NARROW, STAGES as there.
 #include "gemm_fp8_blocks.cuh"
-#include "gemm_start.cuh"
+#include "gemm_accumulate.cuh"
 
 using namespace twin;
 

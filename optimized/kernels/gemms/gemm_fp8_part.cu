@@ -12,7 +12,7 @@
 // Defines: A_FORMAT, B_FORMAT (E4M3 | E5M2), PROMOTION (OneChain | Added), WARPGROUPS, BLOCK_N, NARROW, STAGES, CLUSTER,
 // ACROSS as in gemm_fp8.cu.
 #include "gemm_fp8_mainloop.cuh"
-#include "gemm_start.cuh"
+#include "gemm_accumulate.cuh"
 
 using namespace twin;
 

@@ -5,7 +5,7 @@
 // half i are bits 15 - s and 31 - s of word i / 4, where s = 4 (i % 4) + j.
 #pragma once
 
-#include "gemm_piece.cuh"
+#include "gemm_epilogue_tile.cuh"
 #include "common/mailbox.cuh"
 #include "common/philox.cuh"
 #include "ptx/lop3.cuh"

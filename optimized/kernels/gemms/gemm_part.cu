@@ -5,7 +5,7 @@
 //
 // Defines: FORMAT (BF16 | FP16), TRANSPOSE_A, TRANSPOSE_B, WARPGROUPS, BLOCK_N, NARROW, STAGES, CLUSTER as there.
 #include "gemm_16.cuh"
-#include "gemm_start.cuh"
+#include "gemm_accumulate.cuh"
 
 using namespace twin;
 

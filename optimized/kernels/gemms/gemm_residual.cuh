@@ -4,7 +4,7 @@
 // producer (docs/log/gemm.md).
 #pragma once
 
-#include "gemm_piece.cuh"
+#include "gemm_epilogue_tile.cuh"
 #include "ptx/elect.cuh"
 #include "ptx/tma.cuh"
 

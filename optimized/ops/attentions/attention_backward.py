@@ -33,7 +33,7 @@ _DOT_CHANNELS = 8192  # channels of all queries of a block of `dots`
 
 KEEP = 256 << 20  # bytes that dropout's bits may take: as many heads as have theirs there run in one launch
 
-# struct Scratch of kernels/attentions/attention_scratch.cuh.
+# struct Scratch of kernels/attentions/attention_backward_workspace.cuh.
 POINTERS = ("base", "inv", "dots", "dq", "turns", "ticket", "keep")
 SCRATCH = np.dtype([(name, "u8") for name in POINTERS] + [("first_head", "i4"), ("works", "i4")])
 # What follows where HEADS_APART is 1.

@@ -20,7 +20,7 @@ from reference.ops.random.dropout import threshold
 FORMATS = {torch.bfloat16: "BF16", torch.float16: "FP16"}
 ROWS = (8, 16, 32)  # of a key head that kernels are compiled for: the queries of a group's heads
 LEAST_KEYS = 1024  # fewer keys take one launch of attention.cu
-WAVES = 4  # heads a multiprocessor, above which attention.cu is busy everywhere
+WAVES = 1  # key heads of all sequences a multiprocessor, above which attention.cu is busy everywhere
 SCORE_STAGES, CHAIN_STAGES, GROUPS = 3, 6, 4  # kScoreStages, kChainStages, kGroups of the kernel file
 SCORE_THREADS, CHAIN_THREADS = 160, 128 + 4 * 64 + 32
 SLACK = 1024  # what the alignment of shared memory adds
@@ -77,8 +77,8 @@ def can(q: torch.Tensor, k: torch.Tensor, options: Options) -> bool:
 
 def takes(q: torch.Tensor, k: torch.Tensor, options: Options, processors: int) -> bool:
     """Whether they do: many keys, and fewer heads than keep the GPU busy."""
-    b, h, _, _, skv = sizes(q, k, options)
-    return can(q, k, options) and skv >= LEAST_KEYS and b * h <= WAVES * processors
+    b, _, heads, _, skv = sizes(q, k, options)
+    return can(q, k, options) and skv >= LEAST_KEYS and b * heads <= WAVES * processors
 
 
 def tensor_map(x: torch.Tensor) -> TensorMap:

@@ -156,6 +156,7 @@ def plain(c: Inputs) -> Iterator[Drawn]:
     for sizes in ((2, 2, 2, 0, 70, 32), (2, 2, 2, 40, 0, 32), (0, 2, 2, 40, 70, 32), (1, 1, 1, 1, 1, 8)):
         yield _draw(c, sizes, dropout=0.1)
     yield _draw(c, (7, 20, 10, 33, 40, 16), mask_type="causal")  # more tiles than a GPU has multiprocessors
+    yield _draw(c, (4, 48, 24, 130, 300, 64))  # so many that the last works of backward are taken in parts
     yield _draw(c, (1, 2, 1, 140, 600, 16), mask_type="causal_bottom_right", window=(150, -1))  # turns of five blocks
     # Heads of two sizes: with the kernels of the larger one.
     yield _draw(c, (1, 2, 2, 130, 150, 40), e=128)
@@ -213,6 +214,7 @@ def packed(c: Inputs) -> Iterator[Drawn]:
         (72, 128, {"slopes": c.positive(4), "dropout": 0.1}),
         (40, 40, {"sinks": c.normal(4, dtype=FP32), "window": (50, 3)}),
         (64, 64, {"bias": bias}),
+        (256, 256, {}),
     ):
         rows, keys = int32(c, 0, 130, 131, 136), int32(c, 2, 22, 100, 245)
         given: dict[str, Any] = {"q_lengths": int32(c, 130, 0, 5), "kv_lengths": int32(c, 20, 70, 140)}

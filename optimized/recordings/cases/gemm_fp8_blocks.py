@@ -83,12 +83,13 @@ def _add(
     parts: str = "br",
     tile: Tile | None = None,
     start: int = 0,
+    formats: tuple[torch.dtype, torch.dtype] = (E4M3, E4M3),
 ) -> Call:
     m, n, k = shape
     bias, added = c.x(n, dtype=half, start=start), c.x(m, n, dtype=half, start=start)
     rest = (bias if "b" in parts else None, added if "r" in parts else None, half, p, c.random_state() if p else None)
     chosen = None if tile is None else partial(gemm_fp8_blocks.gemm_fp8_blocks_bias_dropout_add, tile=tile)
-    return Call(twin.gemm_fp8_blocks_bias_dropout_add, (*operands(c, m, n, k, squares), *rest), chosen)
+    return Call(twin.gemm_fp8_blocks_bias_dropout_add, (*operands(c, m, n, k, squares, *formats), *rest), chosen)
 
 
 def _fused(c: Inputs) -> Calls:
@@ -99,6 +100,8 @@ def _fused(c: Inputs) -> Calls:
         yield _add(c, (70, 64, 144), 0.1, half=half, parts=parts, start=1)
     for shape, p in product(((0, 16, 16), (8, 0, 16), (8, 16, 0), (1, 16, 16), (256, 256, 256)), (0.0, 0.1)):
         yield _add(c, shape, p)
+    for formats in ((E4M3, E5M2), (E5M2, E4M3)):
+        yield _add(c, (70, 64, 144), 0.1, formats=formats)
     yield _add(c, (8, 16, 16), 0.1, half=torch.float32)
 
 

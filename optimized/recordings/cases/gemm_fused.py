@@ -136,7 +136,8 @@ def calls(c: Inputs) -> Calls:
 
 def large(c: Inputs) -> Calls:
     for tile in TILES:  # several tiles a block: what one is given is written over for the next
-        yield _forward(c, (4000, 2064, 4096), "swiglu", tile=tile)
+        for kind in ("gelu", "swiglu"):
+            yield _forward(c, (4000, 2064, 4096), kind, tile=tile)
         for p in (0.0, 0.1):
             yield _add(c, (4000, 4112, 4096), p, tile=tile)
     for shape in ((2048, 256, 2032), (2048, 256, 2048), (2047, 256, 2032)):

@@ -79,7 +79,9 @@ def _both(
 def calls(c: Inputs) -> Calls:
     """Rows of every width at which another kernel begins."""
     for kind, dtype in product(KINDS, WIDE):
-        for hidden in (1024, 3080) if dtype == FP16 else (16, 201, 1024, 2064, 3080, 4080, 5104, 6128, 8192, 12272):
+        for hidden in (
+            (1024, 3080) if dtype == FP16 else (16, 201, 1024, 1032, 2064, 3080, 4080, 5104, 6128, 8192, 12272)
+        ):
             yield from _both(c, kind, 7, hidden, dtype, zero_centered=hidden in (1024, 6128))
         if dtype != FP16:
             for hidden in (16384, 16392):

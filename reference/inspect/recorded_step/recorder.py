@@ -27,7 +27,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from reference.graphs import graph
+from reference.graphs import graphed_module
 from reference.inspect.recorded_step.about import about
 from reference.inspect.recorded_step.at_step import AtStep
 from reference.inspect.recorded_step.digest import digest
@@ -112,7 +112,7 @@ def record(
     if not isinstance(ops, str) or ops not in OPS:
         raise ValueError(f"record: ops={ops!r}; 'digests' and 'outputs' are accepted.")
     for name, module in model.named_modules():
-        if _is_graph(module) or graph.replays(module):
+        if _is_graph(module) or graphed_module.replays(module):
             raise RuntimeError(
                 f"record: {name or 'the model'} replays a CUDA graph (make_graphed_callables), whose ops cannot be "
                 f"seen; a module without one is accepted."
@@ -125,7 +125,7 @@ def _is_graph(module: torch.nn.Module) -> bool:
     """Whether a module's forward replays a CUDA graph."""
     forward = module.__dict__.get("forward")
     by = getattr(type(getattr(forward, "__self__", None)), "__module__", ""), getattr(forward, "__module__", "")
-    return graph.__name__ in by or "torch.cuda.graphs" in by
+    return graphed_module.__name__ in by or "torch.cuda.graphs" in by
 
 
 def _uncompiled() -> Any:

@@ -71,6 +71,16 @@ NAMES = (
 NO_LENGTHS = Lengths()
 
 
+def sizes_of(layout: str, lengths: Lengths, heads: int, q: Shape, kv: Shape) -> tuple[int, int, int, int]:
+    """[b, h, sq, skv] of queries and of keys with these shapes; packed ones of a cache have no lengths, and are one."""
+    if layout == "thd":
+        if lengths.q is None:
+            return 1, heads, q[0], kv[0]
+        return lengths.q.shape[0] - 1, heads, lengths.max_q, lengths.max_kv
+    batch, sequence = (1, 0) if layout == "sbhd" else (0, 1)
+    return q[batch], heads, q[sequence], kv[sequence]
+
+
 def check_lengths(
     layer: str, given: Lengths, mask_type: str, shape: Shape, tokens: tuple[int, int] | None, device: torch.device
 ) -> None:

@@ -15,7 +15,7 @@ from reference.nn.core.context import BlockContext
 from reference.nn.core.tensor_parallel import check_same_on_ranks, refuse_compiler
 from reference.ops.attentions.attention import BLOCK
 from reference.parallel import context as ranks
-from reference.parallel.chain import ranks_of
+from reference.parallel.ordered_reduce import ranks_of
 from reference.support.nested import Tensors
 
 

@@ -14,19 +14,17 @@ from typing import Any
 import torch
 
 from reference.arguments import MASK_TYPES, check_arguments
-from reference.memory.recompute import checkpoint
 from reference.nn.attentions import context_parallel_attention
 from reference.nn.attentions.attention_bias import Bias
 from reference.nn.attentions.attention_extras import NO_EXTRAS, Extras, defaults_of, unpacked
 from reference.nn.attentions.attention_fp8 import FP8Attention
-from reference.nn.attentions.attention_lengths import Lengths, check_packed, packed
+from reference.nn.attentions.attention_lengths import check_packed, packed, sizes_of
 from reference.nn.attentions.dot_product_pair import Plan, backward, forward
-from reference.nn.attentions.dot_product_plan import Call, cached_call_of, call_of, context_of
+from reference.nn.attentions.dot_product_plan import cached_call_of, call_of, context_of
 from reference.nn.attentions.exact_attention import Equation, Mask, max_logit
 from reference.nn.attentions.inference import InferenceParams
-from reference.nn.attentions.inference_step import Cached, ended, entered
-from reference.nn.attentions.packing import moved
-from reference.nn.attentions.torch_attention import cudnn_attention, torch_attention
+from reference.nn.attentions.inference_step import ended
+from reference.nn.attentions.torch_attention import attend_by_torch
 from reference.nn.core.attributes import OfCoreAttention
 from reference.nn.core.autograd import differentiable, wanted
 from reference.nn.core.checks import (
@@ -44,7 +42,7 @@ from reference.nn.core.context_parallel import ContextGroup, take_context_group
 from reference.nn.core.dropout import Generator
 from reference.nn.core.tensor_parallel import refuse_compiler
 from reference.ops.attentions.attention_bias import default_slopes
-from reference.parallel.chain import ranks_of
+from reference.parallel.ordered_reduce import ranks_of
 from reference.recipes.quantized import as_dtype
 from reference.support.notice import say_once
 
@@ -308,7 +306,8 @@ class DotProductAttention(ContextGroup, OfCoreAttention, FP8Attention):
             check_qkv(self, given[0], given[1], given[2], layout == "sbhd")
         if given[0].dtype == torch.float32:
             given = [as_dtype(t, activation_dtype(t)) for t in given]
-        x, mask, shape = given[0], attention_mask, self._shape(given, layout, extras.lengths)
+        x, mask, heads = given[0], attention_mask, self.num_attention_heads_per_partition
+        shape = sizes_of(layout, extras.lengths, heads, x.shape, given[1].shape)
         if inference_params is not None:
             sizes = (shape[0], shape[2])
             inference_params.check("DotProductAttention", self, x.dtype, x.device, sizes, mask, mask_type, True)
@@ -334,7 +333,7 @@ class DotProductAttention(ContextGroup, OfCoreAttention, FP8Attention):
         else:
             call = call_of(self, equation, mask, extras, shape, x, by_torch or fp8 is not None, tokens)
         if by_torch:
-            return self.attend_by_torch(call, cached, layout, checkpoint_core_attention, *given)
+            return attend_by_torch(call, cached, layout, checkpoint_core_attention, *given)
         tensors = given if call.added is None else (*given, call.added)
         recomputes = checkpoint_core_attention and fp8 is None and not torch.compiler.is_compiling()
         settings: Any = (recomputes, self.return_max_logit, None if fp8 is None else fp8.key, cached, call.longest)
@@ -345,42 +344,6 @@ class DotProductAttention(ContextGroup, OfCoreAttention, FP8Attention):
             return results  # type: ignore[no-any-return]
         out, m, inv = results
         return out, max_logit(m, inv, out.dtype)
-
-    def attend_by_torch(
-        self, call: Call, cached: Cached | None, layout: str, recomputes: bool, *given: torch.Tensor
-    ) -> torch.Tensor:
-        """PyTorch's own attention, in fp32 or on cuDNN: under its autograd, outside the bit contract."""
-        equation, reads = call.equation, call.reads
-        packed = layout == "thd"
-        if packed:
-            of_q, of_kv = reads.maps()
-            given = tuple([moved(t, one, True) for t, one in zip(given, (of_q, of_kv, of_kv), strict=True)])
-        q, k, v = (t.permute((1, 2, 0, 3) if layout == "sbhd" else (0, 2, 1, 3)) for t in given)
-        run: Any = cudnn_attention
-        arguments: Any = (q, k, v, equation)
-        if cached is not None:
-            equation, hidden, qkv = entered(cached, reads.step(), equation, q, k, v)
-            arguments = (*qkv, equation, hidden)
-        elif q.dtype == torch.float32:
-            arguments = (*arguments, reads.mask, call.added, reads.slopes)
-        if q.dtype == torch.float32:
-            run = torch_attention
-        out = checkpoint(run, *arguments) if recomputes else run(*arguments)
-        out = out.reshape(*q.shape[:3], v.shape[3])
-        out = out.permute(2, 0, 1, 3) if layout == "sbhd" else out.permute(0, 2, 1, 3)
-        out = moved(out, of_q, False) if packed else out
-        found: torch.Tensor = out.flatten(-2)
-        return found
-
-    def _shape(self, given: Any, layout: str, lengths: Lengths) -> tuple[int, int, int, int]:
-        """[b, h, sq, skv] of queries and keys in a layout."""
-        if layout == "thd" and lengths.q is None:  # of a cache
-            return 1, self.num_attention_heads, given[0].shape[0], given[1].shape[0]
-        if layout == "thd":
-            return lengths.q.shape[0] - 1, self.num_attention_heads_per_partition, lengths.max_q, lengths.max_kv
-        batch, sequence = (1, 0) if layout == "sbhd" else (0, 1)
-        q, k, _ = given
-        return q.shape[batch], self.num_attention_heads_per_partition, q.shape[sequence], k.shape[sequence]
 
     def check_heads_of_rank(self, x: Any) -> None:
         """Refuse a forward of some of the heads where nobody says which, or whose dropout cannot be placed."""

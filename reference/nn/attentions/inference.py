@@ -29,7 +29,8 @@ import torch
 from reference.arguments import check_arguments, is_int
 from reference.nn.attentions.fixed_step import FixedStep, Places
 from reference.nn.attentions.fp8_keys_values import CODES
-from reference.nn.attentions.inference_step import Cached, StepTensors
+from reference.nn.attentions.inference_checks import check_begun, check_forward, new_tokens
+from reference.nn.attentions.inference_step import Cached, StepTensors, mixed_tensors
 from reference.nn.attentions.pages import Pages
 from reference.nn.core.attributes import OfCache
 from reference.nn.core.parameters import DeviceDefault
@@ -163,7 +164,7 @@ class InferenceParams(OfCache, DeviceDefault):
             raise ValueError(f"InferenceParams: layer_number={layer_number!r}; an int from 1 on is accepted.")
         if layer_number in self.cache:
             return
-        self._check_begun("InferenceParams", layer_number)
+        check_begun(self, "InferenceParams", layer_number)
         rows = (self.max_batch_size, self.max_sequence_length)
         if self.pages is not None:
             rows = (self.pages.count, self.pages.size)
@@ -232,7 +233,7 @@ class InferenceParams(OfCache, DeviceDefault):
         begins a sequence. One that is left out is over, and the cache has room for another. Where sequences have
         different numbers of new tokens, those of each are at its row's beginning.
         """
-        steps = self._checked(step_dict)
+        steps = new_tokens(self, step_dict)
         self._held = None
         if self.pages is not None:
             return self._step_in_pages(self.pages, dict(zip(step_dict, steps, strict=True)))
@@ -302,39 +303,6 @@ class InferenceParams(OfCache, DeviceDefault):
         """All layers have run: a graph has replayed their step."""
         self._ran.update(self.cache)
 
-    def _checked(self, step_dict: Mapping[Hashable, int]) -> list[int]:
-        """The numbers of new tokens, after everything that `pre_step` refuses."""
-        name = "InferenceParams.pre_step"
-        if not isinstance(step_dict, Mapping) or not step_dict or not all(map(is_int, step_dict.values())):
-            raise TypeError(f"{name}: step_dict={step_dict!r}; a dict from sequences to their new tokens is accepted.")
-        steps = [int(n) for n in step_dict.values()]
-        if len(steps) > self.max_batch_size:
-            raise ValueError(
-                f"{name}: step_dict has {len(steps)} sequences; max_batch_size={self.max_batch_size} are accepted."
-            )
-        lengths = self.sequences if self.pages is None else self.pages.lengths
-        for one, n in zip(step_dict, steps, strict=True):
-            start = lengths.get(one, 0)
-            if n < 1 or start + n > self.max_sequence_length:
-                raise ValueError(
-                    f"{name}: sequence {one!r} has {start} tokens and gets {n}; 1 or more are accepted, and "
-                    f"max_sequence_length={self.max_sequence_length} of them together."
-                )
-        missing = sorted(self.cache.keys() - self._ran)
-        if self._steps and missing and not self._captured:
-            raise RuntimeError(
-                f"{name}: the layers {missing} have not run since the last pre_step, so their caches lack its tokens; "
-                f"a forward of them is accepted, or reset()."
-            )
-        if self.pages is not None:
-            needed = self.pages.needed(dict(zip(step_dict, steps, strict=True)), self.sequences.keys() - step_dict)
-            if needed > len(self.pages.free):
-                raise ValueError(
-                    f"{name}: {needed} pages are needed beside those in use, and {len(self.pages.free)} are free; "
-                    f"fewer sequences or tokens are accepted, or a larger total_num_pages."
-                )
-        return steps
-
     def _move(self, origins: list[int | None]) -> None:
         """Bring the rows of all caches into the batch's order."""
         moves = [(to, at) for to, at in enumerate(origins) if at is not None and to != at]
@@ -355,78 +323,7 @@ class InferenceParams(OfCache, DeviceDefault):
 
     # --- what layers ask -----------------------------------------------------------------------------
 
-    def _check_begun(self, layer: str, number: int) -> None:
-        if number not in self.cache and any(self._starts):
-            raise ValueError(
-                f"{layer}: layer_number={number} has no cache, and the sequences have tokens that belong into it; "
-                f"one of {sorted(self.cache)} is accepted, or reset()."
-            )
-
-    def check(
-        self,
-        layer: str,
-        core: Any,
-        dtype: torch.dtype,
-        device: torch.device,
-        sizes: tuple[int, int],
-        mask: Any,
-        mask_type: str,
-        alone: bool = False,
-    ) -> None:
-        """Refuse a forward of `layer` that the cache does not fit, before anything changes.
-
-        Args:
-            core: the layer's `DotProductAttention`.
-            dtype, device: of its activations.
-            sizes: the batch, and the length of the new tokens.
-            mask, mask_type: `attention_mask` and the mask type.
-            alone: whether `core` is called by itself, and so nobody else allocates its cache.
-        """
-        if torch.compiler.is_compiling():
-            raise NotImplementedError(f"{layer}: inference_params under torch.compile is not offered; eager mode is.")
-        if core.attention_type == "cross" or core.attention_backend == "cudnn" or mask_type == "arbitrary":
-            raise NotImplementedError(
-                f"{layer}: inference_params with attention_type={core.attention_type!r}, attention_backend="
-                f"{core.attention_backend!r} and the mask type {mask_type!r} is not offered; 'self', 'exact' and any "
-                f"type but 'arbitrary' are accepted."
-            )
-        if mask is not None:
-            raise ValueError(
-                f"{layer}: attention_mask with inference_params; None is accepted (pre_step gives lengths)."
-            )
-        ours = (self.num_heads_kv, self.head_dim_k, self.head_dim_v)
-        heads = (core.hidden_size_per_attention_head_k, core.hidden_size_per_attention_head_v)
-        groups = core.num_gqa_groups_per_partition
-        if ours != (groups, *heads):
-            raise ValueError(
-                f"{layer}: num_gqa_groups={groups} and heads of {heads[0]} (keys) and {heads[1]} (values) "
-                f"channels, and inference_params has num_heads_kv, head_dim_k and head_dim_v {ours}; equal ones are "
-                f"accepted."
-            )
-        if dtype != self.dtype or device != self.device:
-            raise TypeError(
-                f"{layer}: the activations are {dtype} on {device} and the cache is {self.dtype} on {self.device}; "
-                f"one dtype and one device are accepted."
-            )
-        wanted = (1, sum(self._steps)) if self.packed else (self.batch_size, max(self._steps, default=0))
-        wanted = wanted if self._held is None else (1, self._held.rows)
-        if sizes != wanted:
-            raise ValueError(
-                f"{layer}: a batch of {sizes[0]} with {sizes[1]} new tokens; {wanted[0]} with {wanted[1]}, as pre_step "
-                f"said, is accepted."
-            )
-        number = core.layer_number
-        owner = self._owners.get(number, lambda: None)()
-        if owner is not None and owner is not core:
-            raise ValueError(
-                f"{layer}: layer_number={number} is another layer's; a layer_number of its own for each is accepted."
-            )
-        if alone and number not in self.cache:
-            raise ValueError(
-                f"{layer}: layer_number={number} has no cache; one of {sorted(self.cache)} is accepted, or "
-                f"allocate_memory({number}) before."
-            )
-        self._check_begun(layer, number)
+    check = check_forward
 
     def step_of(self, core: Any, causal: bool, window: tuple[int, int]) -> tuple[Cached, StepTensors]:
         """How a layer that `check` accepts reads its cache in this step, which now counts as done."""
@@ -455,7 +352,8 @@ class InferenceParams(OfCache, DeviceDefault):
         if len(set(zip(self._starts, self._steps, strict=True))) == 1:
             return Cached("equal", self._starts[0], longest), StepTensors(*cache)
         if (causal, window) not in self._mixed:
-            self._mixed[causal, window] = self._mixed_tensors(causal, window, length, longest)
+            given = (self._starts, self._steps, self.max_sequence_length, longest, causal, window, self.device)
+            self._mixed[causal, window] = mixed_tensors(*given)
         return Cached("mixed", 0, longest), StepTensors(*cache, *self._mixed[causal, window])
 
     @property
@@ -503,21 +401,3 @@ class InferenceParams(OfCache, DeviceDefault):
                 self._hidden[left] = torch.empty(shape, dtype=torch.bool, device=self.device)
             self._hide(left, self._hidden[left])
         return self._hidden[left]
-
-    def _mixed_tensors(self, causal: bool, window: tuple[int, int], length: int, longest: int) -> Any:
-        """positions, rows, source and hidden of `StepTensors`."""
-        starts, steps = (
-            torch.tensor(one, dtype=torch.int64, device="cpu")[:, None] for one in (self._starts, self._steps)
-        )
-        new, columns = torch.arange(length, device="cpu"), torch.arange(longest, device="cpu")
-        at = starts + new  # [b, s]
-        exists = new < steps
-        rows = (at + torch.arange(len(starts), device="cpu")[:, None] * self.max_sequence_length)[exists]
-        lower = at - window[0] if window[0] >= 0 else torch.zeros_like(at)
-        ends = starts + steps
-        upper = at if causal else at + window[1] if window[1] >= 0 else ends.expand_as(at)
-        upper = torch.minimum(upper, ends - 1)
-        hidden = ~exists[..., None] | (columns < lower[..., None]) | (columns > upper[..., None])
-        positions = torch.minimum(at, ends - 1).t().flatten().int()
-        found = (positions, rows, exists.flatten().nonzero()[:, 0], hidden[:, None])
-        return tuple(t.to(self.device) for t in found)

@@ -58,6 +58,35 @@ class StepTensors(NamedTuple):
     value_scales: torch.Tensor | None = None
 
 
+def mixed_tensors(
+    starts: list[int],
+    steps: list[int],
+    capacity: int,
+    longest: int,
+    causal: bool,
+    window: tuple[int, int],
+    device: torch.device,
+) -> tuple[torch.Tensor, ...]:
+    """positions, rows, source and hidden of `StepTensors` with "mixed".
+
+    `starts`, `steps`: the tokens of each sequence before the step, and its new ones. `capacity`: tokens of a row of the
+    cache. `longest`: of the sequences, the new tokens included.
+    """
+    before, added = (torch.tensor(one, dtype=torch.int64, device="cpu")[:, None] for one in (starts, steps))
+    new, columns = torch.arange(max(steps), device="cpu"), torch.arange(longest, device="cpu")
+    at = before + new  # [b, s]
+    exists = new < added
+    rows = (at + torch.arange(len(starts), device="cpu")[:, None] * capacity)[exists]
+    lower = at - window[0] if window[0] >= 0 else torch.zeros_like(at)
+    ends = before + added
+    upper = at if causal else at + window[1] if window[1] >= 0 else ends.expand_as(at)
+    upper = torch.minimum(upper, ends - 1)
+    hidden = ~exists[..., None] | (columns < lower[..., None]) | (columns > upper[..., None])
+    positions = torch.minimum(at, ends - 1).t().flatten().int()
+    found = (positions, rows, exists.flatten().nonzero()[:, 0], hidden[:, None])
+    return tuple(t.to(device) for t in found)
+
+
 def turned(cached: Cached, step: StepTensors, x: torch.Tensor, angles: torch.Tensor, pairs: bool) -> torch.Tensor:
     """x [s, b, h, d] rotated by its positions' rows of angles [positions, d2]; `pairs`: neighbours are paired."""
     if step.positions is None:

@@ -24,6 +24,7 @@ from reference.nn.attentions.multihead_pair import (
     whole,
 )
 from reference.nn.attentions.no_grad_inputs import NoGradInputs
+from reference.nn.attentions.torch_attention import attend_by_torch
 from reference.nn.core.autograd import differentiable, wanted
 from reference.nn.core.context import BlockContext, WeightRequest, quantize_weights
 from reference.nn.core.dropout import before_dropped
@@ -89,11 +90,8 @@ def out_backward(plan: Plan, context: BlockContext, saved: OutSaved, grad: torch
     return dout, *of_proj, grad if plan.needs[3] else None
 
 
-def run(core: Any, plan: Plan, context: BlockContext, tensors: tuple[Any, ...], recomputes: bool) -> Any:
-    """The results of `multihead_pair.forward`, with attention by the module `core`, a `DotProductAttention`.
-
-    The norm's output, if it is returned, is in x's shape.
-    """
+def run(plan: Plan, context: BlockContext, tensors: tuple[Any, ...], recomputes: bool) -> Any:
+    """The results of `multihead_pair.forward`; the norm's output, if it is returned, is in x's shape."""
     given, (first, proj, *others), reads = Given(*tensors), context.modules, NoGradInputs.of(context.reads)
     of_first = given._replace(proj_weight=None, proj_bias=None, added=None)
     into = BlockContext((first, *others), (), context.reads)
@@ -101,7 +99,7 @@ def run(core: Any, plan: Plan, context: BlockContext, tensors: tuple[Any, ...], 
         into_forward, into_backward, plan._replace(needs=wanted(*of_first)), into, *of_first
     )
     call = Call(plan.core.equation, reads, given.added)
-    out = core.attend_by_torch(call, plan.core.cached, plan.core.layout, recomputes, q, k, v)
+    out = attend_by_torch(call, plan.core.cached, plan.core.layout, recomputes, q, k, v)
     residual = (normed[0] if normed else given.x) if plan.adds else None
     rest = (out, given.proj_weight, given.proj_bias, residual)
     after = BlockContext((proj,), context.random[:1], context.reads)

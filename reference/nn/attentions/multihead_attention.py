@@ -11,6 +11,7 @@ import torch
 
 from reference.arguments import MASK_TYPES, check_arguments
 from reference.memory.recompute import current_run
+from reference.nn.attentions import multihead_checks
 from reference.nn.attentions.apply_rotary import rotated
 from reference.nn.attentions.attention_extras import NO_EXTRAS, Extras, defaults_of
 from reference.nn.attentions.attention_lengths import with_longest
@@ -31,7 +32,6 @@ from reference.nn.core.tensor_parallel import TensorParallelParts
 from reference.nn.layers.layernorm import head_norms
 from reference.nn.layers.layernorm_linear import LayerNormLinear
 from reference.nn.layers.linear import Linear
-from reference.parallel.chain import ranks_of
 
 
 class MultiheadAttention(TensorParallelParts, ContextGroup, OfAttention, DeviceDefault, torch.nn.Module):
@@ -124,9 +124,9 @@ class MultiheadAttention(TensorParallelParts, ContextGroup, OfAttention, DeviceD
         self.set_parallel_mode = set_parallel_mode
         self.take_tensor_group(tp_group, tp_size, sequence_parallel)
         kept = ("qk_norm_type", "fuse_qkv_params", "qkv_weight_interleaved")
-        self._of_heads = {name: given[name] for name in kept}
+        self.settings_of_heads = {name: given[name] for name in kept}
         if self.tp_size > 1:
-            self._check_shared_heads()
+            multihead_checks.check_shared_heads(self)
         self.hidden_size = int(hidden_size)
         self.hidden_size_per_attention_head = channels
         self.hidden_size_q, self.hidden_size_kv = channels * self.num_attention_heads, channels * groups
@@ -205,16 +205,10 @@ class MultiheadAttention(TensorParallelParts, ContextGroup, OfAttention, DeviceD
             **common,
         )
 
+    check = multihead_checks.check_forward
+
     def check_context(self, here: str) -> None:
-        """Refuse what ranks that share tokens are not offered for."""
-        if self.qkv_format != "sbhd":
-            raise NotImplementedError(
-                f"MultiheadAttention: qkv_format={self.qkv_format!r} with {here} is not offered; 'sbhd' is accepted."
-            )
-        if self.tp_size > 1:
-            raise NotImplementedError(
-                f"MultiheadAttention: tp_size={self.tp_size} with {here} is not offered; one of them is accepted."
-            )
+        multihead_checks.check_context(self, here)
 
     parallel_modes = (None,)
 
@@ -227,25 +221,7 @@ class MultiheadAttention(TensorParallelParts, ContextGroup, OfAttention, DeviceD
 
     def divide(self, mode: str | None) -> None:
         self.set_parallel_mode = True
-        self._check_shared_heads()
-
-    def _check_shared_heads(self) -> None:
-        """Refuse heads that ranks cannot share with the words of one process."""
-        self.divided("num_attention_heads", self.num_attention_heads, "")
-        self.divided("num_gqa_groups", self.num_gqa_groups, "")
-        given = {"set_parallel_mode": self.set_parallel_mode, **self._of_heads}
-        others: list[tuple[str, tuple[Any, ...], str]] = [
-            ("set_parallel_mode", (True,), "True is"),
-            ("qk_norm_type", (None, "L2Normalization"), "None and 'L2Normalization' are"),
-        ]
-        if given["fuse_qkv_params"]:
-            others.append(("qkv_weight_interleaved", (True,), "True is"))
-        for name, accepted, words in others:
-            if given[name] not in accepted:
-                raise NotImplementedError(
-                    f"MultiheadAttention: {name}={given[name]!r} with tp_size={self.tp_size} is not offered; {words} "
-                    f"accepted."
-                )
+        multihead_checks.check_shared_heads(self)
 
     def forward(
         self,
@@ -336,16 +312,9 @@ class MultiheadAttention(TensorParallelParts, ContextGroup, OfAttention, DeviceD
         returns_norm = self.return_layernorm_output and self.input_layernorm
         dtype = checks.activation_dtype(hidden_states)
         if is_block(self):
-            of_block = (
-                hidden_states,
-                attention_mask,
-                mask_type,
-                None,
-                is_first_microbatch,
-                encoder_output,
-                rotary_pos_emb,
-            )
-            found = run_block(self, dtype, *of_block, checkpoint_core_attention, window, extras, None, run)
+            of_block = (hidden_states, attention_mask, mask_type, None, is_first_microbatch, encoder_output)
+            more = (rotary_pos_emb, checkpoint_core_attention, window, extras, None, run)
+            found = run_block(self, dtype, *of_block, *more)
             return self._results(found, hidden_states.shape, dtype)
         first = getattr(self, self._first_name)(hidden_states, is_first_microbatch)
         mixed, *normed = first if returns_norm else (first,)
@@ -389,77 +358,6 @@ class MultiheadAttention(TensorParallelParts, ContextGroup, OfAttention, DeviceD
             results.append(None if bias is None else bias.to(dtype))
         results += [t.view(shape) for t in normed]
         return results[0] if len(results) == 1 else tuple(results)
-
-    def check(
-        self,
-        layer: str,
-        hidden_states: Any,
-        encoder_output: Any,
-        mask: Any,
-        mask_type: Any,
-        window: Any,
-        angles: Any = None,
-        names: checks.Names = checks.MASK_NAMES,
-        extras: Extras = NO_EXTRAS,
-    ) -> None:
-        """Refuse what this module or a part of it would refuse, before anything changes; `layer` names the caller."""
-        core: Any = self._modules["core_attention"]
-        inference, packed = extras.inference, self.qkv_format == "thd" and extras.inference is None
-        first: Any = self._modules[self._first_name]
-        core_heads = self.num_attention_heads // self.tp_size
-        checks.check_input(first, hidden_states, self.hidden_size, "hidden_states", layer, self.qkv_format == "thd")
-        if (encoder_output is None) != (self.attention_type == "self"):
-            wanted = "no encoder_output" if self.attention_type == "self" else "an encoder_output"
-            raise ValueError(f"{layer}: attention_type={self.attention_type!r} takes {wanted}.")
-        ours, plain = isinstance(core, DotProductAttention), True
-        if ours:
-            checks.check_mask_type(layer, names[1], mask_type)
-            window = checks.window_of(layer, names, mask_type, core.window_size if window is None else window)
-            plain = (
-                not MASK_TYPES[mask_type][1] and core.attention_backend != "cudnn" and core.softmax_type == "vanilla"
-            )
-        batch, sequence = self._batch, 1 - self._batch
-        shape, device, dtype = hidden_states.shape, hidden_states.device, checks.activation_dtype(hidden_states)
-        if self.sequence_parallel:
-            shape = torch.Size((shape[0] * self.tp_size, *shape[1:]))
-        if self.cp_name is not None:
-            first.check_whole_chunks("hidden_states", hidden_states, layer)
-            shape = torch.Size((shape[0] * ranks_of(self.cp_name)[1], *shape[1:]))
-        if ours:
-            core.refuse_in_fp8(layer, dtype, extras.bias.given, inference is not None)
-        if inference is not None:
-            extras.check_cache(layer, self.qkv_format)
-            if not ours:
-                accepted = "a DotProductAttention is accepted"
-                raise TypeError(f"{layer}: inference_params with core_attention={core!r}; {accepted}.")
-            sizes = (1, shape[0]) if self.qkv_format == "thd" else (shape[batch], shape[sequence])
-            inference.check(layer, core, dtype, device, sizes, mask, mask_type)
-        elif (
-            encoder_output is angles is None
-            and extras is NO_EXTRAS
-            and plain
-            and (not hidden_states.is_cuda or shape[batch] * core_heads <= checks.MAX_ATTENTIONS)
-        ):
-            return
-        source = shape
-        if encoder_output is not None:
-            of_batch = None if packed else batch
-            checks.check_encoder_output(layer, encoder_output, hidden_states, self.key_value, of_batch)
-            source = encoder_output.shape
-            if self.sequence_parallel:
-                source = torch.Size((source[0] * self.tp_size, *source[1:]))
-            if self.cp_name is not None:
-                source = torch.Size((source[0] * ranks_of(self.cp_name)[1], *source[1:]))
-        tokens, cu_seqlens = (shape[0], source[0]) if packed else None, extras.lengths
-        lengths = (cu_seqlens.max_q, cu_seqlens.max_kv) if packed else (shape[sequence], source[sequence])
-        count = cu_seqlens.q.shape[0] - 1 if packed else shape[batch]
-        if inference is not None:
-            lengths, count = (max(inference.sequences.values()),) * 2, 1 if self.qkv_format == "thd" else count
-        if angles is not None:
-            checks.check_angles(layer, angles, lengths, self.channels, device)
-        if ours:
-            full = (count, core_heads, *lengths)
-            extras.check(layer, names, core, mask_type, window, mask, full, tokens, dtype, device)
 
     def _split(self, mixed: torch.Tensor, queries: int) -> tuple[torch.Tensor, ...]:
         """Split `[.., .., features]` into q (if `queries` per group > 0), k and v, each `[.., .., heads, channels]`."""

@@ -10,6 +10,7 @@ from reference.memory.recompute import Run
 from reference.nn.attentions import head_norms, multihead_around_torch, multihead_pair
 from reference.nn.attentions.apply_rotary import angles_of
 from reference.nn.attentions.attention_extras import NO_EXTRAS, Extras
+from reference.nn.attentions.attention_lengths import sizes_of
 from reference.nn.attentions.dot_product_attention import DotProductAttention
 from reference.nn.attentions.dot_product_pair import Plan as CorePairPlan
 from reference.nn.attentions.dot_product_plan import Call, cached_call_of, call_of, context_of
@@ -19,7 +20,7 @@ from reference.nn.attentions.multihead_pair import Plan
 from reference.nn.attentions.no_grad_inputs import NO_INPUTS, NoGradInputs
 from reference.nn.attentions.packing import positions_of
 from reference.nn.core.autograd import differentiable, wanted
-from reference.nn.core.checks import Shape, Window
+from reference.nn.core.checks import Window
 from reference.nn.core.context import BlockContext
 from reference.nn.core.dropout import DropPath, Generator
 from reference.nn.core.parameters import named
@@ -178,7 +179,7 @@ def run_block(
     given = (x, mask, mask_type, dropout, is_first_microbatch, source, angles, recomputes, *rest)
     plan, context, tensors = prepared(module, dtype, *given)
     if multihead_around_torch.by_torch(module, dtype, recomputes):
-        return multihead_around_torch.run(module._modules["core_attention"], plan, context, tensors, recomputes)
+        return multihead_around_torch.run(plan, context, tensors, recomputes)
     return differentiable(multihead_pair.forward, multihead_pair.backward, plan, context, *tensors)
 
 
@@ -210,7 +211,9 @@ def _called(
         reads = NO_INPUTS if hidden is of_q is None else NoGradInputs(hidden, angles_q=of_q, angles_k=of_k)
         call = Call(equation, reads)
     else:
-        shape, tokens = sizes_of(module, x, x if source is None else source, extras)
+        kv = x.shape if source is None else source.shape
+        shape = sizes_of(module.qkv_format, extras.lengths, module.num_attention_heads, x.shape, kv)
+        tokens = (x.shape[0], kv[0]) if module.qkv_format == "thd" else None
         call = call_of(core, equation, mask, extras, shape, x, by_mask, tokens)
     if of_q is not None and call.reads.angles_q is None:
         if tokens is not None:
@@ -218,14 +221,3 @@ def _called(
             of_q, of_k = of_q[q_positions], of_k[k_positions]
         call = call._replace(reads=call.reads._replace(angles_q=of_q, angles_k=of_k))
     return call, cached
-
-
-def sizes_of(
-    module: Any, x: torch.Tensor, source: torch.Tensor, extras: Extras
-) -> tuple[Shape, tuple[int, int] | None]:
-    """[b, h, sq, skv], and the tokens of queries and of keys in "thd"."""
-    heads, lengths = module.num_attention_heads, extras.lengths
-    if module.qkv_format == "thd":
-        return (lengths.q.shape[0] - 1, heads, lengths.max_q, lengths.max_kv), (x.shape[0], source.shape[0])
-    batch, sequence = module._batch, 1 - module._batch
-    return (x.shape[batch], heads, x.shape[sequence], source.shape[sequence]), None

@@ -7,8 +7,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from reference.arguments import MASK_TYPES
+from reference.memory.recompute import checkpoint
 from reference.nn.attentions.attention_bias import alibi
+from reference.nn.attentions.dot_product_plan import Call
 from reference.nn.attentions.exact_attention import Equation, Qkv
+from reference.nn.attentions.inference_step import Cached, entered
+from reference.nn.attentions.packing import moved
 from reference.ops.attentions.attention import NO_LIMIT, limits
 from reference.support.nested import Tensors
 from reference.support.notice import say_once
@@ -97,3 +101,30 @@ def cudnn_attend_backward(equation: Equation, qkv: Qkv, attended: Attended, grad
     return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
         grad, *qkv, *results, None, *of_sequences, *lengths, equation.p, causal, scale=equation.scale
     )
+
+
+def attend_by_torch(
+    call: Call, cached: Cached | None, layout: str, recomputes: bool, *given: torch.Tensor
+) -> torch.Tensor:
+    """PyTorch's own attention, in fp32 or on cuDNN: under its autograd, outside the bit contract."""
+    equation, reads = call.equation, call.reads
+    packed = layout == "thd"
+    if packed:
+        of_q, of_kv = reads.maps()
+        given = tuple([moved(t, one, True) for t, one in zip(given, (of_q, of_kv, of_kv), strict=True)])
+    q, k, v = (t.permute((1, 2, 0, 3) if layout == "sbhd" else (0, 2, 1, 3)) for t in given)
+    run: Any = cudnn_attention
+    arguments: Any = (q, k, v, equation)
+    if cached is not None:
+        equation, hidden, qkv = entered(cached, reads.step(), equation, q, k, v)
+        arguments = (*qkv, equation, hidden)
+    elif q.dtype == torch.float32:
+        arguments = (*arguments, reads.mask, call.added, reads.slopes)
+    if q.dtype == torch.float32:
+        run = torch_attention
+    out = checkpoint(run, *arguments) if recomputes else run(*arguments)
+    out = out.reshape(*q.shape[:3], v.shape[3])
+    out = out.permute(2, 0, 1, 3) if layout == "sbhd" else out.permute(0, 2, 1, 3)
+    out = moved(out, of_q, False) if packed else out
+    found: torch.Tensor = out.flatten(-2)
+    return found

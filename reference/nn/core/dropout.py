@@ -22,7 +22,7 @@ from reference.nn.core.parameters import forked
 from reference.numbers import philox
 from reference.ops.library import twin
 from reference.ops.random.dropout import state_or_none
-from reference.parallel.chain import gathered_rows
+from reference.parallel.ordered_reduce import gathered_rows
 from reference.parallel.tokens import Tokens
 from reference.state import graph_seeds
 from reference.state.target_device import probe_target

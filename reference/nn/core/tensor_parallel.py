@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from reference.arguments import check_arguments
 from reference.nn.core.parameters import InitMethod
-from reference.parallel.chain import shapes_on_ranks
+from reference.parallel.ordered_reduce import shapes_on_ranks
 from reference.parallel.tensor import Shared, cut_of, part_of
 from reference.parallel.tokens import BLOCK, Tokens, can_be_gathered
 from reference.support import groups

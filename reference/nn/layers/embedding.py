@@ -20,7 +20,7 @@ from reference.nn.core.context import BlockContext
 from reference.nn.core.parameters import DeviceDefault, InitMethod, parameter_dtype
 from reference.nn.core.tensor_parallel import TensorParallel, check_same_on_ranks, refuse_compiler
 from reference.ops.library import twin
-from reference.parallel.chain import ranks_of
+from reference.parallel.ordered_reduce import ranks_of
 from reference.parallel.tokens import Tokens
 from reference.parallel.vocabulary import Shard, gradient_of_table, rows_of_table
 from reference.support.nested import Tensors

@@ -20,7 +20,7 @@ from reference.nn.core.context import BlockContext
 from reference.nn.core.module import TransformerEngineBaseModule
 from reference.nn.core.parameters import DeviceDefault, parameter_dtype
 from reference.ops.library import twin
-from reference.parallel.chain import gathered_rows
+from reference.parallel.ordered_reduce import gathered_rows
 from reference.recipes.quantized import Accumulation, as_dtype, rows_of
 from reference.recipes.quantizer import NormPlan
 from reference.state.target_device import probe_target

@@ -28,7 +28,7 @@ from reference.nn.attentions.no_grad_inputs import NO_INPUTS, NoGradInputs
 from reference.nn.core.autograd import differentiable, wanted
 from reference.nn.core.compiled import before
 from reference.nn.core.context import BlockContext
-from reference.nn.core.dropout import DropPath, before_dropped
+from reference.nn.core.dropout import DropPath, before_dropped, bias_dropout_add
 from reference.nn.core.parameters import named
 from reference.nn.layers import layernorm_mlp
 from reference.nn.layers.layernorm_mlp import LayerNormMLP, mlp_plan
@@ -246,3 +246,16 @@ def run_module(
         shared["window_size"] = window
     shared |= extras.arguments()
     return attention(x, mask, *([] if source is None else [source]), attn_mask_type=mask_type, **shared)
+
+
+def add_residual(
+    layer: Any, results: Any, residual: torch.Tensor, dropout: Dropout, normed: bool, drops_path: bool = True
+) -> torch.Tensor:
+    """residual + drop_path(dropout(y + bias)) of a module's results `(y, bias[, norm's output])`."""
+    y, bias, *norm = results
+    if layer.apply_residual_connection_post_layernorm and normed:
+        residual = norm[0]
+    drop_path = layer.drop_path if drops_path and layer.training else None
+    kept = None if drop_path is None else drop_path.kept(y.shape[0], y.device)
+    group = layer.tp_name if layer.sequence_parallel else None
+    return bias_dropout_add(y, bias, residual, *dropout, kept, group, layer.tokens)

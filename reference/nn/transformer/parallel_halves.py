@@ -17,15 +17,19 @@ from reference.memory.recompute import Run
 from reference.nn.attentions import multihead_around_torch, multihead_pair
 from reference.nn.attentions.attention_extras import Extras
 from reference.nn.attentions.dot_product_plan import Call
+from reference.nn.attentions.exact_attention import Mask
 from reference.nn.attentions.multihead_around_torch import by_torch
 from reference.nn.attentions.multihead_pair import Given, whole
 from reference.nn.attentions.multihead_plan import Dropout, prepared
 from reference.nn.attentions.no_grad_inputs import NoGradInputs
-from reference.nn.core.autograd import differentiable, wanted
+from reference.nn.attentions.torch_attention import attend_by_torch
+from reference.nn.core.autograd import differentiable, rounded_gradient, wanted
+from reference.nn.core.checks import Window
 from reference.nn.core.compiled import before
 from reference.nn.core.context import BlockContext
 from reference.nn.core.dropout import DropPath, before_dropped
 from reference.nn.layers import layernorm_mlp
+from reference.nn.transformer import halves
 from reference.nn.transformer.halves import MLPPlan, of_halves, prepared_mlp
 from reference.ops.library import twin
 from reference.ops.random.dropout import state_or_none
@@ -139,6 +143,33 @@ def out_backward(plan: Plan, context: BlockContext, saved: Any, grad: torch.Tens
     return *found, sums if plan.needs[3] else None, grad if plan.needs[4] else None
 
 
+def attend_and_mlp(
+    layer: Any,
+    x: torch.Tensor,
+    mask: Mask,
+    mask_type: str,
+    dropout: Dropout,
+    is_first_microbatch: bool | None,
+    angles: Any,
+    recomputes: bool,
+    window: Window,
+    extras: Extras,
+    run: Run,
+) -> torch.Tensor:
+    """x + dropout(attention(norm(x)) + mlp(norm(x))): as a pair of functions, or module by module."""
+    more = (angles, recomputes, window, extras)
+    attention, mlp = layer.self_attention, layer.layernorm_mlp
+    if halves.is_attention_block(attention, False) and halves.is_mlp_block(mlp, False):
+        drop_path = layer.drop_path if layer.training else None
+        first = (mask, mask_type, dropout, is_first_microbatch)
+        return run_parallel(attention, mlp, x, *first, *more, drop_path, run)
+    read = rounded_gradient(x)
+    both = halves.run_module(attention, read, mask, mask_type, is_first_microbatch, None, *more) + mlp(
+        read, is_first_microbatch
+    )
+    return halves.add_residual(layer, (both, None), x, dropout, normed=True)
+
+
 def run_parallel(
     module: Any,
     mlp: Any,
@@ -160,16 +191,16 @@ def run_parallel(
     second, of_mlp, (_, *weights) = prepared_mlp(mlp, x, dropout, is_first, None, run)
     if by_torch(module, x.dtype, recomputes):
         of_both = (Plan((), plan, second, dropout[0]), context, of_mlp, Given(*tensors), weights)
-        return _run_around_torch(module._modules["core_attention"], *of_both, recomputes)
+        return _run_around_torch(*of_both, recomputes)
     both = BlockContext(context.modules + of_mlp.modules, context.random + of_mlp.random, context.reads)
     whole_plan = Plan((*plan.needs, *second.needs[1:]), plan, second, dropout[0])
     return differentiable(forward, backward, whole_plan, both, *tensors, *weights)
 
 
 def _run_around_torch(
-    core: Any, plan: Plan, context: BlockContext, of_mlp: BlockContext, given: Given, weights: Any, recomputes: bool
+    plan: Plan, context: BlockContext, of_mlp: BlockContext, given: Given, weights: Any, recomputes: bool
 ) -> torch.Tensor:
-    """y of parallel halves whose attention, by the module `core`, PyTorch differentiates."""
+    """y of parallel halves whose attention PyTorch differentiates."""
     (first, proj), reads = context.modules, context.reads
     of_first = given._replace(proj_weight=None, proj_bias=None, added=None)
     needs = wanted(*of_first)
@@ -181,7 +212,7 @@ def _run_around_torch(
         qkv = [one.detach() for one in qkv]
     call = Call(plan.attention.core.equation, NoGradInputs.of(reads), given.added)
     of_core = plan.attention.core
-    out = core.attend_by_torch(call, of_core.cached, of_core.layout, recomputes, *qkv)
+    out = attend_by_torch(call, of_core.cached, of_core.layout, recomputes, *qkv)
     rest = (out, given.proj_weight, given.proj_bias, y, given.x)
     needs = wanted(*rest)
     out_plan = plan._replace(needs=needs, attention=plan.attention._replace(needs=(*needs[:3], False)))

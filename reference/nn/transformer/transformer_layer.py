@@ -31,16 +31,15 @@ from reference.nn.attentions.multihead_around_torch import by_torch
 from reference.nn.attentions.multihead_attention import MultiheadAttention
 from reference.nn.core import checks
 from reference.nn.core.attributes import OfTransformerLayer
-from reference.nn.core.autograd import rounded_gradient
 from reference.nn.core.context_parallel import ContextGroup
-from reference.nn.core.dropout import DropPath, Generator, bias_dropout_add
+from reference.nn.core.dropout import DropPath, Generator
 from reference.nn.core.parameters import DeviceDefault, InitMethod
 from reference.nn.core.tensor_parallel import TensorParallel, TensorParallelParts
 from reference.nn.layers.layernorm import LayerNorm, RMSNorm
 from reference.nn.layers.layernorm_mlp import LayerNormMLP
-from reference.nn.transformer import halves, parallel_halves
-from reference.nn.transformer.transformer_layer_checks import check_construction, check_forward
-from reference.parallel.chain import ranks_of
+from reference.nn.transformer import halves, parallel_halves, transformer_layer_checks
+from reference.nn.transformer.transformer_layer_checks import check_construction, check_forward, check_sequence
+from reference.parallel.ordered_reduce import ranks_of
 from reference.recipes.quantized import as_dtype
 
 # Arguments of the layer that its attentions and its MLP have too, and those that its attentions have.
@@ -149,8 +148,8 @@ class TransformerLayer(TensorParallelParts, ContextGroup, OfTransformerLayer, De
         device = self.resolve_device(device)
         self.set_parallel_mode = set_parallel_mode
         self.take_tensor_group(tp_group, tp_size, sequence_parallel)
-        self._with_sequence = {"output_layernorm": output_layernorm, "drop_path_rate": drop_path_rate}
-        self._check_sequence()
+        self.settings_of_tokens = {"output_layernorm": output_layernorm, "drop_path_rate": drop_path_rate}
+        check_sequence(self)
         self.hidden_size = int(hidden_size)
         self.hidden_dropout = float(hidden_dropout)
         self.layer_type = layer_type
@@ -212,25 +211,7 @@ class TransformerLayer(TensorParallelParts, ContextGroup, OfTransformerLayer, De
         self.elements = sum(parameter.numel() for parameter in self.parameters())
 
     def check_context(self, here: str) -> None:
-        """Refuse what ranks that share tokens are not offered for."""
-        rate = self._with_sequence["drop_path_rate"]
-        for what, asked, accepted in (
-            (f"attn_input_format={self.attn_input_format!r}", self.attn_input_format != "sbhd", "'sbhd' is"),
-            (f"tp_size={self.tp_size}", self.tp_size > 1, "one of them is"),
-            (f"drop_path_rate={rate!r}", rate > 0, "0.0 is"),
-        ):
-            if asked:
-                raise NotImplementedError(f"TransformerLayer: {what} with {here} is not offered; {accepted} accepted.")
-
-    def _check_sequence(self) -> None:
-        """Refuse what a rank's own tokens are not offered for."""
-        for one, off in (("output_layernorm", False), ("drop_path_rate", 0.0)):
-            given = self._with_sequence[one]
-            if self.sequence_parallel and given != off:
-                raise NotImplementedError(
-                    f"TransformerLayer: {one}={given!r} with sequence_parallel=True and tp_size={self.tp_size} is not "
-                    f"offered; {off!r} is accepted."
-                )
+        transformer_layer_checks.check_context(self, here)
 
     parallel_modes = (None,)
 
@@ -242,7 +223,7 @@ class TransformerLayer(TensorParallelParts, ContextGroup, OfTransformerLayer, De
 
     def divide(self, mode: str | None) -> None:
         self.set_parallel_mode = True
-        self._check_sequence()
+        check_sequence(self)
 
     def forward(
         self,
@@ -351,7 +332,7 @@ class TransformerLayer(TensorParallelParts, ContextGroup, OfTransformerLayer, De
         attention, mlp = self.self_attention, self.layernorm_mlp
         if self.parallel_attention_mlp:
             given = (is_first_microbatch, rotary_pos_emb, checkpoint_core_attention, window, extras.of_self(), run)
-            return self._both(hidden_states, attention_mask, mask_type, dropout, *given)
+            return parallel_halves.attend_and_mlp(self, hidden_states, attention_mask, mask_type, dropout, *given)
         first = (attention_mask, mask_type, dropout, is_first_microbatch, None, rotary_pos_emb)
         more = (checkpoint_core_attention, window)
         post = self.apply_residual_connection_post_layernorm
@@ -379,37 +360,11 @@ class TransformerLayer(TensorParallelParts, ContextGroup, OfTransformerLayer, De
             hidden = self._attend(self.inter_attention, hidden, *second, *more, extras.of_cross(), run)
         if fused:
             return self._ended(halves.mlp_block(mlp, hidden, dropout, is_first_microbatch, drop_path, run))
-        return self._ended(self._add(mlp(hidden, is_first_microbatch), hidden, dropout, normed=True))
+        return self._ended(halves.add_residual(self, mlp(hidden, is_first_microbatch), hidden, dropout, normed=True))
 
     def _ended(self, out: torch.Tensor) -> torch.Tensor:
         """The layer's output, of the last half's."""
         return self.layernorm(out) if self.output_layernorm else out
-
-    def _both(
-        self,
-        x: torch.Tensor,
-        mask: Mask,
-        mask_type: str,
-        dropout: halves.Dropout,
-        is_first_microbatch: bool | None,
-        angles: Any,
-        recomputes: bool,
-        window: checks.Window,
-        extras: Extras,
-        run: Run,
-    ) -> torch.Tensor:
-        """x + dropout(attention(norm(x)) + mlp(norm(x)))."""
-        more = (angles, recomputes, window, extras)
-        attention, mlp = self.self_attention, self.layernorm_mlp
-        if halves.is_attention_block(attention, False) and halves.is_mlp_block(mlp, False):
-            drop_path = self.drop_path if self.training else None
-            first = (mask, mask_type, dropout, is_first_microbatch)
-            return parallel_halves.run_parallel(attention, mlp, x, *first, *more, drop_path, run)
-        read = rounded_gradient(x)
-        both = halves.run_module(attention, read, mask, mask_type, is_first_microbatch, None, *more) + mlp(
-            read, is_first_microbatch
-        )
-        return self._add((both, None), x, dropout, normed=True)
 
     def _attend(
         self,
@@ -435,19 +390,7 @@ class TransformerLayer(TensorParallelParts, ContextGroup, OfTransformerLayer, De
             drop_path = self.drop_path if self.training and not crosses else None
             return halves.run_attention(attention, x, mask, mask_type, dropout, *more, drop_path, run)
         results = halves.run_module(attention, x, mask, mask_type, *more)
-        return self._add(results, x, dropout, normed, drops_path=not crosses)
-
-    def _add(
-        self, results: Any, residual: torch.Tensor, dropout: halves.Dropout, normed: bool, drops_path: bool = True
-    ) -> torch.Tensor:
-        """residual + drop_path(dropout(y + bias)) of a submodule's results `(y, bias[, norm's output])`."""
-        y, bias, *norm = results
-        if self.apply_residual_connection_post_layernorm and normed:
-            residual = norm[0]
-        drop_path = self.drop_path if drops_path and self.training else None
-        kept = None if drop_path is None else drop_path.kept(y.shape[0], y.device)
-        group = self.tp_name if self.sequence_parallel else None
-        return bias_dropout_add(y, bias, residual, *dropout, kept, group, self.tokens)
+        return halves.add_residual(self, results, x, dropout, normed, drops_path=not crosses)
 
 
 _DEFAULTS = defaults_of(

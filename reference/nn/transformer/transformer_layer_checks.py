@@ -39,6 +39,29 @@ def check_construction(given: Mapping[str, Any]) -> None:
                 )
 
 
+def check_context(layer: Any, here: str) -> None:
+    """Refuse what ranks that share tokens are not offered for."""
+    rate = layer.settings_of_tokens["drop_path_rate"]
+    for what, asked, accepted in (
+        (f"attn_input_format={layer.attn_input_format!r}", layer.attn_input_format != "sbhd", "'sbhd' is"),
+        (f"tp_size={layer.tp_size}", layer.tp_size > 1, "one of them is"),
+        (f"drop_path_rate={rate!r}", rate > 0, "0.0 is"),
+    ):
+        if asked:
+            raise NotImplementedError(f"TransformerLayer: {what} with {here} is not offered; {accepted} accepted.")
+
+
+def check_sequence(layer: Any) -> None:
+    """Refuse what a rank's own tokens are not offered for."""
+    for one, off in (("output_layernorm", False), ("drop_path_rate", 0.0)):
+        given = layer.settings_of_tokens[one]
+        if layer.sequence_parallel and given != off:
+            raise NotImplementedError(
+                f"TransformerLayer: {one}={given!r} with sequence_parallel=True and tp_size={layer.tp_size} is not "
+                f"offered; {off!r} is accepted."
+            )
+
+
 def _checks(attention: Any) -> bool:
     """Whether a part is one of ours, whose arguments can be checked before it runs."""
     return isinstance(attention, MultiheadAttention) and not checks.is_prepared(attention)
@@ -90,10 +113,12 @@ def check_forward(
     if _checks(attention):
         names = ("attention_mask", "self_attn_mask_type", "window_size")
         of_self = extras.of_self()
-        attention.check("TransformerLayer", hidden_states, None, mask, mask_type, window, angles, names, of_self)
+        of_first = (hidden_states, None, mask, mask_type, window, angles, names, of_self)
+        attention.check("TransformerLayer", *of_first)
     if decodes and _checks(modules["inter_attention"]):
         names = ("enc_dec_attn_mask", "enc_dec_attn_mask_type", "enc_dec_window_size")
-        modules["inter_attention"].check("TransformerLayer", hidden_states, *cross, angles, names, extras.of_cross())
+        of_second = (hidden_states, *cross, angles, names, extras.of_cross())
+        modules["inter_attention"].check("TransformerLayer", *of_second)
     if run.state.enabled and not checks.has_run_in_fp8(mlp):
         attentions = [part for part in modules.values() if _checks(part)]
         checks.check_fp8_sizes(mlp, *(part for one in attentions for part in one._modules.values()))

@@ -17,7 +17,7 @@ and `twin::end_gemm` is what follows K, once:
 
 Parts of one K, in order, and then the end, give the words of the whole GEMM if every part but the last has a K that is
 a multiple of `CUTS`. The accumulators may come from another process: that is how ranks share a sum over K
-(`reference.parallel.chain`), with the words of one process.
+(`reference.parallel.ordered_reduce`), with the words of one process.
 """
 
 import torch

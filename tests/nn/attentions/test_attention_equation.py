@@ -12,7 +12,7 @@ from shared.transformer_layers import numbers
 from torch.utils._pytree import tree_map
 
 import reference as te
-from reference.nn.attentions import attention_extras, dot_product_attention, torch_attention
+from reference.nn.attentions import attention_extras, torch_attention
 from reference.nn.attentions.exact_attention import Equation
 from reference.nn.transformer import halves
 
@@ -325,7 +325,7 @@ def test_around_cudnns_attention_is_the_block(
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, equation: Equation) -> torch.Tensor:
         return torch_attention.torch_attention(q.float(), k.float(), v.float(), equation, None).to(q.dtype)
 
-    monkeypatch.setattr(dot_product_attention, "cudnn_attention", attention)
+    monkeypatch.setattr(torch_attention, "cudnn_attention", attention)
     monkeypatch.setattr(attention_extras, "check_cudnn", lambda *_: None)
     case = {**PLAIN, "layer": "layer", "groups": groups, "recomputes": recomputes, "parallel": parallel, "depth": 0.3}
     found = [run(case | {"backend": "cudnn"}, hooked) for hooked in (False, True)]

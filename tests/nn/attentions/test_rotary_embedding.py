@@ -12,7 +12,7 @@ from shared.dry_gpu import DryGpu
 
 import optimized
 import reference as te
-from reference.nn.transformer.transformer_layer import bias_dropout_add
+from reference.nn.core.dropout import bias_dropout_add
 
 BF16 = torch.bfloat16
 F32 = np.float32

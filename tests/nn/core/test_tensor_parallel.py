@@ -27,7 +27,7 @@ from shared.tensor_ranks import (
 
 import reference as te
 from reference.inspect.statistics import collect_stats
-from reference.parallel import chain
+from reference.parallel import ordered_reduce
 from reference.recipe import Float8CurrentScaling, Float8RowwiseScaling
 
 SEQUENCE, BATCH, IN, OUT = 12, 3, 512, 512
@@ -505,8 +505,8 @@ def test_what_two_gpus_share(which: str, backend: str, tmp_path: Path) -> None:
 
 
 def test_the_bands_of_an_output() -> None:
-    assert chain.bands(128 * chain.BANDS + 130)[-1] == (1024, 1154)
-    assert chain.bands(300) == [(0, 128), (128, 256), (256, 300)]
+    assert ordered_reduce.bands(128 * ordered_reduce.BANDS + 130)[-1] == (1024, 1154)
+    assert ordered_reduce.bands(300) == [(0, 128), (128, 256), (256, 300)]
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 8])
@@ -514,7 +514,7 @@ def test_the_bands_of_an_output() -> None:
 @pytest.mark.parametrize("number", [1, 2, 3, 8])
 def test_the_order_of_a_chain_finds_every_other_end(count: int, rounds: int, number: int) -> None:
     """Even where a rank does one thing after the other, and a send or a receive ends when its other end is there."""
-    left = [list(chain.schedule(rank, count, rounds, number)) for rank in range(count)]
+    left = [list(ordered_reduce.schedule(rank, count, rounds, number)) for rank in range(count)]
     for rank, steps in enumerate(left):
         assert [(piece, band) for what, piece, band in steps if what == "part"] == list(
             itertools.product(range(rounds), range(number))
@@ -540,9 +540,9 @@ def test_the_order_of_a_chain_finds_every_other_end(count: int, rounds: int, num
 
 
 def test_what_a_rank_receives_ahead_is_bounded() -> None:
-    for rank, most in ((0, 8), (1, chain.AHEAD), (2, chain.AHEAD), (3, 8)):
+    for rank, most in ((0, 8), (1, ordered_reduce.AHEAD), (2, ordered_reduce.AHEAD), (3, 8)):
         held = largest = 0
-        for what, piece, _ in chain.schedule(rank, 4, 2, 8):
+        for what, piece, _ in ordered_reduce.schedule(rank, 4, 2, 8):
             held += {"receive": 1, "part": -bool(rank or piece), "send": 0}[what]
             largest = max(largest, held)
         assert largest == most
@@ -555,7 +555,7 @@ from shared.dry_gpu import DryGpu
 import optimized, reference as te
 from optimized.tapes import call_groups
 from reference.nn.core import tensor_parallel
-from reference.parallel import chain
+from reference.parallel import ordered_reduce
 from reference.support import groups
 
 calls = []
@@ -570,10 +570,10 @@ def noted(name):
 
 
 for name in ("_receive", "_send", "_end", "_broadcast", "_scatter", "_gather"):
-    setattr(chain, name, noted(name))
+    setattr(ordered_reduce, name, noted(name))
 groups.largest = noted("largest")
 groups.group_of = lambda name: None
-chain.ranks_of = lambda group: ({rank}, 2)
+ordered_reduce.ranks_of = lambda group: ({rank}, 2)
 tensor_parallel.check_same_on_ranks = lambda *args: None
 with DryGpu() as gpu:
     gpu.tapes()
@@ -613,7 +613,7 @@ def test_a_tape_contains_a_chain(rank: int, mode: str) -> None:
     first, *_, last = json.loads(done.stdout)
     assert last[0] == ["largest", "largest"]  # of the update of scales, in each direction
     assert all(last[2])
-    bands = len(chain.bands(600 if row else 1200))
+    bands = len(ordered_reduce.bands(600 if row else 1200))
     expected = {"_receive": bands, "_end": bands} if rank else {"_send": bands, "_end": 1}
     for called in (first[0], last[1]):
         assert {name: called.count(name) for name in ("_receive", "_send", "_end") if name in called} == expected

@@ -247,7 +247,7 @@ def test_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     def takes(**more: Any) -> bool:
         given: dict[str, Any] = inputs(case := Case(**{"b": 2, "hkv": 2, "sq": 1, "skv": 128} | more))
         options = Options(case.softmax_scale, "none", -1, -1, given["mask"], case.dropout, bias=given["bias"])
-        return attention_decode.takes(given["q"], given["k"], options, 3)
+        return attention_decode.takes(given["q"], given["k"], options, 4)
 
     assert takes()
     assert takes(sq=32)
@@ -257,7 +257,7 @@ def test_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not takes(dropout=0.5)
     assert not takes(bias="11ss")
     monkeypatch.setattr(attention_decode, "WAVES", 1)
-    assert not takes()
-    assert takes(b=1)
+    assert takes(group=4)  # key heads count
+    assert not takes(b=3)
     monkeypatch.setattr(attention_decode, "LEAST_KEYS", 129)
-    assert not takes(b=1)
+    assert not takes()

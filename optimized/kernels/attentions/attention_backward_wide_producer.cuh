@@ -3,7 +3,7 @@
 #pragma once
 
 #include "attention_cluster.cuh"
-#include "attention_scratch.cuh"
+#include "attention_backward_workspace.cuh"
 #include "ptx/bulk.cuh"
 #include "ptx/turn.cuh"
 

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "attention_bias.cuh"
-#include "attention_scratch.cuh"
+#include "attention_backward_workspace.cuh"
 
 namespace twin {
 

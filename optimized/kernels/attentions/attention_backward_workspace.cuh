@@ -7,7 +7,7 @@ namespace twin {
 
 // A configuration of the backward has also kQueries (64 | 128), of a tile, and kChannels.
 struct BackwardDefaults : AttentionDefaults {
-    static constexpr bool kHeadsApart = false;  // some works are of a few heads of a group (attention_works.cuh)
+    static constexpr bool kHeadsApart = false;  // some works have a part of a group (attention_backward_scheduler.cuh)
 };
 
 constexpr int kPiece = 64 * 64;  // half of a tile's dq, in floats

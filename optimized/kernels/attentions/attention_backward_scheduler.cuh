@@ -9,7 +9,7 @@
 // heads. Each warp hands over its own rows; it needs no others.
 #pragma once
 
-#include "attention_scratch.cuh"
+#include "attention_backward_workspace.cuh"
 #include "ptx/turn.cuh"
 
 namespace twin {
