@@ -78,7 +78,7 @@ class DotProductAttention(ContextGroup, OfCoreAttention, FP8Attention):
         sequence_parallel: without effect: heads have all tokens.
         cp_group, cp_global_ranks, cp_comm_type: context parallelism (`reference.parallel.context`): q, k and v are of
             this rank's tokens, two chunks of the sequence. Several ranks need "all_gather", a causal mask type or none,
-            and 16 bits. On CPUs alone.
+            and 16 bits.
         cp_stream: without effect. softcap and the rest: only "off" is offered.
         device: of the random state; None is the package's own.
         attention_backend: "exact" gives the bits of `reference.ops.attentions.attention` on every device. "cudnn" is
