@@ -10,14 +10,9 @@ masters; ours have the masters.
 """
 
 import argparse
-import datetime
-import gc
 import itertools
-import json
-import socket
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -26,8 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import optimized as te
 from optimized import measure
-from optimized.bench import Payload, result
 from optimized.bench.layers.layer_models import Case, Plain
+from optimized.bench.models import on_ranks
+from optimized.bench.models.on_ranks import Benchmark, Row, Turn, timed
 from reference.parallel import GradientOrder, tree_hook, tree_reduce_scatter
 
 WHAT = "ms of a training step of GPT layers on several GPUs"
@@ -42,7 +38,6 @@ KERNELS = (
 )
 CASE = Case("GPT", 2048, 8192, 16, 2048, 2, torch.bfloat16, True, 0.1)
 LAYERS = (4, 24)  # 24: as the 1.3b GPT
-STEPS, WARM_UP = 8, 4
 ALONE, DDP, FSDP = "alone", "DDP", "FSDP2"
 
 
@@ -139,86 +134,9 @@ def stepper(way: Way, case: Case, count: int, device: torch.device) -> Callable[
     return step
 
 
-def timed(step: Callable[[], None], steps: int, warm_up: int, device: torch.device) -> list[float]:
-    """Milliseconds of each step."""
-    for _ in range(warm_up):
-        step()
-    dist.barrier()
-    if device.type != "cuda":
-        moments = [time.perf_counter()]
-        for _ in range(steps):
-            step()
-            moments.append(time.perf_counter())
-        return [1e3 * (b - a) for a, b in itertools.pairwise(moments)]
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
-    torch.cuda.synchronize()
-    events[0].record()
-    for event in events[1:]:
-        step()
-        event.record()
-    torch.cuda.synchronize()
-    return [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
-
-
-def measured(way: Way, case: Case, count: int, steps: int, warm_up: int, device: torch.device) -> dict[str, Any]:
-    """A row of the result; an error is one, too, of which all ranks hear."""
-    row: dict[str, Any] = {"way": way.name, "layers": count}
-    try:
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        row["ms"] = measure.spread(timed(stepper(way, case, count, device), steps, warm_up, device))
-        if device.type == "cuda":
-            row["GiB"] = torch.cuda.max_memory_allocated() / 2**30
-    except Exception as error:
-        row["error"] = f"{type(error).__name__}: {error}"[:500]
-    gc.collect()  # a model that is alive has scales to update
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    return row
-
-
-def work(
-    rank: int,
-    world: int,
-    port: int,
-    kind: str,
-    case: Case,
-    layers: tuple[int, ...],
-    ways: tuple[Way, ...],
-    seconds: float,
-    output: str,
-) -> None:
-    """One rank; rank 0 writes the result."""
-    device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
-    if kind == "cuda":
-        torch.cuda.set_device(device)
-    dist.init_process_group(
-        "nccl" if kind == "cuda" else "gloo",
-        init_method=f"tcp://127.0.0.1:{port}",
-        rank=rank,
-        world_size=world,
-        timeout=datetime.timedelta(seconds=90),
-    )
-    begun, rows = time.monotonic(), []
-    steps, warm_up = (STEPS, WARM_UP) if kind == "cuda" else (2, 1)
-    for count, way in itertools.product(layers, ways):
-        over = torch.tensor([int(time.monotonic() - begun > seconds)], device=device)
-        dist.broadcast(over, 0)
-        if int(over):
-            break
-        row = measured(way, case, count, steps, warm_up, device)
-        rows.append(row)
-        if rank == 0:
-            ms = row.get("ms", {}).get("median")
-            print(f"{count:3} layers  {way.name:50} " + (row["error"] if ms is None else f"{ms:8.2f} ms"), flush=True)
-        if "error" in row:  # others may wait in a collective: the rest is not to be trusted
-            break
-    if rank == 0:
-        found = {"ranks": world, "tokens": case.tokens, "hidden": case.hidden, "rows": rows}
-        payload: Payload = result(WHAT, KERNELS, **found) if kind == "cuda" else {"what": WHAT, **found}
-        Path(output).write_text(json.dumps(payload, indent=1) + "\n")
-    dist.barrier()
-    dist.destroy_process_group()
+def measured(contestant: tuple[Way, Case, int], device: torch.device) -> Row:
+    """Of a way with a stack of layers: ms of its steps."""
+    return {"ms": measure.spread(timed(stepper(*contestant, device), device))}
 
 
 def run(
@@ -231,11 +149,12 @@ def run(
     seconds: float = 120,
 ) -> None:
     """Measure on `world` ranks; no contestant begins later than `seconds`. Each stack in each way, in one JSON."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    arguments = (world, port, kind, case, layers, ways, seconds, output)
-    torch.multiprocessing.spawn(work, arguments, nprocs=world)  # type: ignore[no-untyped-call]
+    benchmark = Benchmark(WHAT, KERNELS, {"tokens": case.tokens, "hidden": case.hidden}, measured)
+    turns = [
+        Turn({"way": way.name, "layers": count}, (way, case, count)) for count, way in itertools.product(layers, ways)
+    ]
+    on_ranks.start(output, benchmark, world)
+    on_ranks.run(output, benchmark, turns, world, kind, time.time() + seconds)
 
 
 if __name__ == "__main__":
