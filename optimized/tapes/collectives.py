@@ -47,8 +47,8 @@ def collective(function: Callable[..., Any], args: list[Any], *, capturable: boo
         function: reads and writes tensors of `args` on torch's current stream, as `dist.all_reduce` does, and does what
             depends on no value. What it returns is dropped.
         args: tensors, lists of them, and what is no tensor, such as the name of a process group
-        (`reference.support.groups`). capturable: whether it may become part of a CUDA graph, as NCCL's may and gloo's
-        may not.
+            (`reference.support.groups`).
+        capturable: whether it may become part of a CUDA graph, as NCCL's may and gloo's may not.
     """
     if launch.collects():
         return
