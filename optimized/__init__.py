@@ -20,6 +20,7 @@ import reference
 from optimized.cuda import device as _device
 from optimized.cuda import precompile as _ahead
 from optimized.tapes import TapeRunner as _TapeRunner
+from optimized.tapes import beside_launches as _beside_launches
 from reference import (  # noqa: F401
     CudaRNGStatesTracker,
     DelayedScaling,
@@ -76,6 +77,7 @@ from reference.nn import operations as _operations
 from reference.nn.core import autograd as _autograd
 from reference.nn.core.parameters import DeviceDefault
 from reference.numbers import formats, philox, tensor_core  # noqa: F401
+from reference.support import groups as _groups
 from reference.support import not_offered
 from reference.te import stand_in as _stand_in
 from reference.version import __version__ as __version__
@@ -88,6 +90,7 @@ sys.modules.update(
     {f"{__name__}.{name}": globals()[name] for name in ("recipe", "optimizers", "parallel", "quantization", "fp8")}
 )
 _autograd.register(_TapeRunner())
+_groups.register(_beside_launches)
 not_offered.explain(__name__)
 
 

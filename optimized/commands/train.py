@@ -146,12 +146,8 @@ def _check(args: argparse.Namespace, trainer: Trainer) -> None:
 
 
 def _device(args: argparse.Namespace) -> torch.device:
-    name, data_parallel = args.device, bool(ranks.shared_by(args))
-    for option, count in ranks.inner(args).items():
-        if count > 1 and name == "cuda":
-            raise CommandError(f"--device cuda with {option} {count}: CPUs alone share so; --device cpu is accepted.")
-        name = "cpu" if count > 1 else name
-    if data_parallel and name != "cpu" and torch.cuda.is_available():
+    name = args.device
+    if ranks.shared_by(args) and name != "cpu" and torch.cuda.is_available():
         count = torch.cuda.device_count()
         if not ranks.local_rank() < count:
             raise CommandError(

@@ -17,8 +17,8 @@ docs/tapes.md explains it as a whole.
 """
 
 from optimized.tapes.call_groups import relaunch
-from optimized.tapes.collectives import collective
+from optimized.tapes.collectives import beside_launches, collective
 from optimized.tapes.runner import TapeRunner
 from optimized.tapes.tape import Tape
 
-__all__ = ["Tape", "TapeRunner", "collective", "relaunch"]
+__all__ = ["Tape", "TapeRunner", "beside_launches", "collective", "relaunch"]

@@ -25,6 +25,18 @@ class Collective(NamedTuple):
             self.func(*tensors_of(self.args))
 
 
+def beside_launches(function: Callable[..., Any], args: list[Any]) -> None:
+    """What makes the calls of `reference.support.groups.collective`: those on a GPU become entries of a tape.
+
+    They are none of a CUDA graph: a call's sends and receives end in other entries than they begin in.
+    """
+    first = args[0][0] if isinstance(args[0], list) else args[0]
+    if first.is_cuda:
+        collective(function, args)
+    else:
+        function(*args)
+
+
 def collective(function: Callable[..., Any], args: list[Any], *, capturable: bool = False) -> None:
     """Call `function(*args)`, and again wherever this call's tape is played.
 
@@ -35,8 +47,8 @@ def collective(function: Callable[..., Any], args: list[Any], *, capturable: boo
         function: reads and writes tensors of `args` on torch's current stream, as `dist.all_reduce` does, and does what
             depends on no value. What it returns is dropped.
         args: tensors, lists of them, and what is no tensor, such as the name of a process group
-        (`reference.support.groups`). capturable: whether it may become part of a CUDA graph, as NCCL's may and gloo's
-        may not.
+            (`reference.support.groups`).
+        capturable: whether it may become part of a CUDA graph, as NCCL's may and gloo's may not.
     """
     if launch.collects():
         return

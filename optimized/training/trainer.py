@@ -82,7 +82,7 @@ class Trainer:
         if isinstance(self.recipe, te.DelayedScaling):
             te.init_fp8_state(self.model.layers, self.recipe)
         self.order = te.parallel.GradientOrder(settings.groups, self.places.data)
-        self._sharded = shard
+        self._sharded, self._captures = shard, not shard and layout.inner == 1  # a step that no rank shares
         if shard:
             self._shard()
         named = list(self.model.named_parameters())
@@ -122,14 +122,14 @@ class Trainer:
     def train(self, capture: bool = True) -> torch.Tensor:
         """One step; the losses of its microbatches, fp32 [accumulate] on the device. Nobody waits for a GPU.
 
-        On a GPU the first step loads the kernels, and later ones replay it as CUDA graphs, unless `capture` is False:
-        who looks at the ops of a step needs its Python.
+        On a GPU the first step loads the kernels, and later ones replay it as CUDA graphs, unless `capture` is False,
+        since who looks at the ops of a step needs its Python, or ranks share a microbatch or the weights.
         """
         with self._generator():
             self.optimizer.zero_grad()
             parameters = list(self.model.parameters())
             count = self.settings.accumulate
-            capture = capture and self._loaded and self.model.device.type == "cuda" and not self._sharded
+            capture = capture and self._loaded and self.model.device.type == "cuda" and self._captures
             share, each = self.order.share(count), count // self.settings.groups
             runs = self.order.runs(count) if self._sharded else share
             losses = torch.zeros(count, dtype=torch.float32, device=self.model.device)

@@ -203,7 +203,9 @@ def _check_sharded(who: str, what: str, i: int, x: Any, first: Any) -> None:
     mesh, placements = placed(x)  # type: ignore[misc]
     if mesh != placed(first)[0]:  # type: ignore[index]
         raise NotImplementedError(f"{who}: {what} {i} is on {mesh}, the first on {placed(first)[0]}; one is accepted.")  # type: ignore[index]
-    if len(placements) != 1 or not placements[0].is_shard(0):
+    *others, last = placements
+    if not last.is_shard(0) or not all(one.is_replicate() for one in others):
         raise NotImplementedError(
-            f"{who}: {what} {i} is a DTensor {list(placements)}; [Shard(dim=0)], as of fully_shard, is accepted."
+            f"{who}: {what} {i} is a DTensor {list(placements)}; [Shard(dim=0)], as of fully_shard, or [Replicate(), "
+            f"Shard(dim=0)], is accepted."
         )

@@ -60,10 +60,11 @@ def sharded_norm(grads: list[Any], kind: str) -> torch.Tensor:
     """The norm of all numbers of DTensors, fp32 `[]`, on every rank of their mesh.
 
     Args:
-        grads: DTensors of rows, over one mesh of one dimension.
+        grads: DTensors of rows, over one mesh of one dimension, or copies of that over its first one.
         kind: "l2" or "max", `twin::grad_norm`'s.
     """
-    group = placed(grads[0])[0].get_group()  # type: ignore[index]
+    mesh = placed(grads[0])[0]  # type: ignore[index]
+    group = mesh.get_group(mesh.ndim - 1)
     local = [shard(x).detach().contiguous().view(-1) for x in grads]
     if kind == "max":
         norm: torch.Tensor = twin.grad_norm(local, kind)

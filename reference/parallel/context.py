@@ -18,7 +18,10 @@ queries before a chunk of keys, are left out: those pairs are hidden.
 Nothing is added over ranks. Backward computes the weights of a pair twice, once for dq and once for dk and dv.
 """
 
+import functools
+
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from reference.ops.attentions.attention_options import Options
 from reference.ops.library import twin
@@ -38,15 +41,27 @@ def gathered(group: str, x: torch.Tensor) -> torch.Tensor:
     count = ranks_of(group)[1]
     of_ranks = gathered_rows(group, x.contiguous()).unflatten(0, (2 * count, -1))
     order = [2 * min(chunk, 2 * count - 1 - chunk) + (chunk >= count) for chunk in range(2 * count)]
-    return of_ranks[order].flatten(0, 1)
+    return torch.cat([of_ranks[i] for i in order])
+
+
+@functools.lru_cache(1024)
+def _kept_numbers(numbers: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    with torch.inference_mode(False), _disable_current_modes():  # so that no mode's stand-in is kept
+        return torch.tensor(numbers, dtype=torch.int64, device=device)
+
+
+def with_place(state: torch.Tensor, *place: int) -> torch.Tensor:
+    """Seed and offset of a random state, and numbers after them. On a GPU these are kept: a copy would wait for it."""
+    cuda = state.device.type == "cuda"
+    after = _kept_numbers(place, state.device) if cuda else torch.tensor(place, dtype=torch.int64, device=state.device)
+    return torch.cat([state[:2], after])
 
 
 def at(state: torch.Tensor | None, heads: int, tokens: int, query: int, key: int) -> torch.Tensor | None:
     """The random state of a call whose first query and first key have these numbers in a sequence of so many tokens."""
     if state is None:
         return None
-    place = [heads, heads, 0, query, tokens, key, tokens]
-    return torch.cat([state[:2], torch.tensor(place, dtype=torch.int64, device=state.device)])
+    return with_place(state, heads, heads, 0, query, tokens, key, tokens)
 
 
 def _heads(x: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,10 @@ FSDP2 reduces the gradients of each module that it was given together, and lets 
     not the step's last   the gradients join the nodes of this rank; -0 goes to the shards, to which any may be added
     the last              each rank sends its nodes' pieces to the pieces' owners, who add them as the tree says
 
+On a mesh of two dimensions, [replicas, shards], each rank of the mesh owns a piece: the ranks that have the same shard
+share it. Each writes its piece's sum and -0 elsewhere, and FSDP2's own all-reduce over the replicas puts them together:
+x + -0 is x, in any order.
+
 Inside a group FSDP2 adds whole gradients, as a program of one process does. So a rank keeps whole gradients, and fp32
 sums as large where it has several groups; with one group a rank there are none.
 
@@ -59,7 +63,7 @@ def tree_reduce_scatter(model: torch.nn.Module, order: Order) -> None:
 
     Raises:
         ValueError: there are no such modules, or they are sharded over others than the order's ranks.
-        NotImplementedError: over a mesh of several dimensions.
+        NotImplementedError: over a mesh other than [shards] or [replicas, shards].
     """
     modules = sharded_modules(model)
     if not modules:
@@ -83,15 +87,27 @@ def check_parameter(who: str, name: str, p: torch.Tensor, order: Order) -> None:
             f"{who}: {name} is not sharded, so that its gradient is that of one rank; a parameter of fully_shard is "
             f"accepted, or one that does not train."
         )
-    mesh = placed(p)[0]  # type: ignore[index]
-    if mesh.ndim != 1:
+    mesh, (*others, last) = placed(p)  # type: ignore[misc]
+    if mesh.ndim > 2 or not last.is_shard() or not all(one.is_replicate() for one in others):
         raise NotImplementedError(
-            f"{who}: {name} is sharded over a mesh of {mesh.ndim} dimensions {tuple(mesh.shape)}; one is accepted."
+            f"{who}: {name} has {[*others, last]} over a mesh {tuple(mesh.shape)}; [Shard], or [Replicate, Shard] "
+            f"as of fully_shard over a mesh of two dimensions, is accepted."
         )
-    theirs = dist.get_process_group_ranks(mesh.get_group())
+    if mesh.ndim == 2 and shards(mesh) == 1:
+        raise NotImplementedError(
+            f"{who}: {name} is sharded over a mesh {tuple(mesh.shape)}, which divides nothing; several ranks in the "
+            f"second dimension, or DistributedDataParallel, are accepted."
+        )
+    theirs = mesh.mesh.flatten().tolist()
     ours = dist.get_process_group_ranks(order.process_group) if order.ranks > 1 else [dist.get_rank()]
     if theirs != ours:
         raise ValueError(f"{who}: {name} is sharded over the ranks {theirs}; {ours}, the order's, are accepted.")
+
+
+def shards(mesh: Any) -> int:
+    """How many parts `fully_shard` over this mesh makes of a parameter."""
+    count: int = mesh.size(mesh.ndim - 1)
+    return count
 
 
 class TreeReduceScatter:
@@ -127,9 +143,11 @@ class TreeReduceScatter:
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
 
-    def synchronize(self, enabled: bool) -> None:
+    def synchronize(self, enabled: bool, last: bool) -> None:
+        """Whether the next backward ends a group, and the last one, whose sums replicas put together."""
         for module in self.modules:
             module.set_requires_gradient_sync(enabled, recurse=False)
+            module.set_requires_all_reduce(last, recurse=False)
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -147,12 +165,15 @@ class TreeReduceScatter:
         if number < order.mine.stop:
             leaf = input_tensor if last else input_tensor.to(torch.float32, copy=True)
             push(self.done, range(number, number + 1), leaf, order.groups, torch.Tensor.add_)
+        output_tensor.fill_(-0.0)
         if last:
-            nodes = [node for _, node in self.done]
-            output_tensor.copy_(order.piece(nodes, output_tensor.numel(), input_tensor))
+            replicas, size = order.ranks // group.size(), output_tensor.numel()
+            each = -(-size // replicas)
+            nodes = [_turned(node, group.size(), replicas, each) for _, node in self.done]
+            place = slice(order.rank // group.size() * each, (order.rank // group.size() + 1) * each)
+            own = output_tensor[place]
+            own.copy_(order.piece(nodes, each, input_tensor)[: own.numel()])
             self.done = []
-        else:
-            output_tensor.fill_(-0.0)
 
     def _check(self, given: torch.Tensor) -> None:
         """Refuse gradients that are not one group's, of all parameters and in their dtype."""
@@ -173,7 +194,7 @@ class TreeReduceScatter:
                 f"{what} are reduced in {given.dtype}, and .grad is {dtype}, in which groups are added; "
                 f"MixedPrecisionPolicy(reduce_dtype={dtype}) is accepted."
             )
-        numbers = sum(_padded(p, order.ranks) for p in self.trained)
+        numbers = sum(_padded(p) for p in self.trained)
         if given.numel() != numbers:
             raise RuntimeError(
                 f"{what} have {given.numel()} numbers, and its parameters {numbers}: one has no gradient in a group. "
@@ -181,11 +202,20 @@ class TreeReduceScatter:
             )
 
 
-def _padded(p: torch.Tensor, ranks: int) -> int:
+def _padded(p: torch.Tensor) -> int:
     """Numbers of a parameter whose shards have one size."""
-    (placement,) = placed(p)[1]  # type: ignore[index]
-    size = p.shape[placement.dim]
-    return p.numel() // size * (-(-size // ranks) * ranks) if size else 0
+    mesh, (*_, placement) = placed(p)  # type: ignore[misc]
+    size, count = p.shape[placement.dim], shards(mesh)
+    return p.numel() // size * (-(-size // count) * count) if size else 0
+
+
+def _turned(node: torch.Tensor, count: int, replicas: int, each: int) -> torch.Tensor:
+    """`node` [shards · n] as [replicas, shards, each], flat: of a shard `each` for each replica's rank, or 0."""
+    if replicas == 1:
+        return node
+    found = node.new_zeros(count, replicas * each)
+    found[:, : node.numel() // count] = node.view(count, -1)
+    return found.view(count, replicas, each).transpose(0, 1).reshape(-1)
 
 
 def microbatches(order: Order, model: torch.nn.Module, count: int) -> Iterator[int]:
@@ -213,7 +243,7 @@ def microbatches(order: Order, model: torch.nn.Module, count: int) -> Iterator[i
             for number in runs:
                 order.left, order.ended = runs.stop - number, (number - runs.start) // each
                 for one in found:
-                    one.synchronize((number + 1) % each == 0)
+                    one.synchronize((number + 1) % each == 0, order.ended + 1 == order.most)
                 yield number
             for one in found:
                 if one.called != order.most and one.trained:

@@ -290,12 +290,12 @@ class GradientOrder:
         Args:
             mine: this rank's nodes, [n] with n at most ranks · size; in fp32, or that of one group in `like`'s dtype.
             size: numbers of a piece.
-            like: [n], of `.grad`'s dtype.
+            like: of `.grad`'s dtype.
         """
         ranks = self.ranks
         counts = [len(nodes(self.groups, owned(self.groups, ranks, rank))) for rank in range(ranks)]
         dtype = like.dtype if self.groups == ranks else torch.float32
-        if len(mine) == 1 and like.numel() == ranks * size and mine[0].dtype == dtype:
+        if len(mine) == 1 and mine[0].numel() == ranks * size and mine[0].dtype == dtype:
             given = mine[0]
         else:
             given = like.new_zeros(ranks, len(mine), size, dtype=dtype)

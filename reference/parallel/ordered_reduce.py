@@ -14,10 +14,19 @@ each piece. The last rank then hands `out` to the others, all of it or to each i
 The output is cut into bands of rows, which pass through the ranks one after the other: while a band is on its way, its
 sender computes the next. So with p bands the last of t ranks waits for (t - 1) / p of a rank's work.
 
+`schedule` says in which order a rank does that. Receives are posted ahead, so that a band arrives while another is
+computed; nothing waits on the host of a GPU. NCCL may run all of a rank's sends and receives one after the other, each
+until its other end is there (of two ranks it does, in both directions). The order is such that even so every one finds
+its other end: the first and the last rank post a piece's receives before its parts, so the last begins to send around
+when it has all that it needs. A rank between two others, which sends on what it gets, posts `AHEAD` of them.
+
+Memory: what has been received and is not used yet, at most the accumulators of one output, fp32 `[m, n]`; between two
+ranks `AHEAD` bands. What is sent is kept until the end, as much again for each piece.
+
 Collectives move bytes: their backends need not know a dtype.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -34,6 +43,10 @@ BAND = 128
 """Bands begin at multiples of it, as blocks of scales do."""
 BANDS = 8
 """At most so many."""
+AHEAD = 2
+"""How many bands a rank between two others asks for before it needs them."""
+# Torch 2.13 has the first name, and warns of the second.
+_ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
 
 
 def bands(rows: int) -> list[Band]:
@@ -55,6 +68,41 @@ def shapes_on_ranks(group: str, shape: tuple[int, ...], device: torch.device) ->
     return [tuple(one[1 : 1 + one[0]]) for one in gathered_rows(group, own[None]).tolist()]
 
 
+def schedule(rank: int, count: int, rounds: int, number: int) -> Iterator[tuple[str, int, int]]:
+    """What a rank of `count` does with `number` bands: ("receive", "part" or "send", round, band), in its order.
+
+    A receive is posted, and has to be complete before its part; a send begins after its part.
+    """
+    ahead = AHEAD if 0 < rank < count - 1 else number
+    for piece in range(rounds):
+        receives, sends = piece or rank, piece + 1 < rounds or rank + 1 < count
+        for band in range(min(ahead, number) if receives else 0):
+            yield "receive", piece, band
+        for band in range(number):
+            yield "part", piece, band
+            if sends:
+                yield "send", piece, band
+            if receives and band + ahead < number:
+                yield "receive", piece, band + ahead
+
+
+_under_way: dict[int, Any] = {}  # by a tensor's address, what sends it or receives into it
+
+
+def _receive(x: torch.Tensor, group: str, source: int) -> None:
+    _under_way[x.data_ptr()] = dist.irecv(bytes_of(x), group=groups.group_of(group), group_src=source)
+
+
+def _send(x: torch.Tensor, group: str, to: int) -> None:
+    _under_way[x.data_ptr()] = dist.isend(bytes_of(x), group=groups.group_of(group), group_dst=to)
+
+
+def _end(some: list[torch.Tensor]) -> None:
+    """Let torch's current stream, or on a CPU this thread, wait until these are there, or sent."""
+    for x in some:
+        _under_way.pop(x.data_ptr()).wait()
+
+
 def passed_on(
     group: str,
     shape: tuple[int, int],
@@ -72,23 +120,30 @@ def passed_on(
         end: what follows the last part.
         rounds: how many pieces of K each rank has: round 0 goes through all ranks, then round 1.
     """
-    found, (rank, count) = groups.group_of(group), ranks_of(group)
-    on_their_way: list[Any] = []  # with the memory that they read
+    (rank, count), cut = ranks_of(group), bands(shape[0])
+    received: dict[int, torch.Tensor] = {}
+    sent: list[torch.Tensor] = []
     ended: list[torch.Tensor] = []
-    for piece in range(rounds):
-        for band in bands(shape[0]):
-            accumulator: torch.Tensor | None = None
-            if piece or rank:
-                accumulator = torch.empty((band[1] - band[0], shape[1]), dtype=torch.float32, device=device)
-                dist.recv(bytes_of(accumulator), group=found, group_src=(rank - 1) % count)
+    accumulator: torch.Tensor | None = None
+    for what, piece, number in schedule(rank, count, rounds, len(cut)):
+        band = cut[number]
+        if what == "receive":
+            room = torch.empty((band[1] - band[0], shape[1]), dtype=torch.float32, device=device)
+            groups.collective(_receive, room, group, (rank - 1) % count)
+            received[number] = room
+        elif what == "part":
+            accumulator = received.pop(number, None)
+            if accumulator is not None:
+                groups.collective(_end, [accumulator])
             accumulator = part(piece, band, accumulator).contiguous()
             if piece + 1 == rounds and rank + 1 == count:
                 ended.append(end(band, accumulator))
-            else:
-                sent = dist.isend(bytes_of(accumulator), group=found, group_dst=(rank + 1) % count)
-                on_their_way.append((sent, accumulator))
-    for sent, _ in on_their_way:
-        sent.wait()
+        else:
+            assert accumulator is not None
+            groups.collective(_send, accumulator, group, (rank + 1) % count)
+            sent.append(accumulator)  # its memory, until it has been read
+    if sent:
+        groups.collective(_end, sent)
     if not ended:
         return None
     return ended[0] if len(ended) == 1 else torch.cat(ended)
@@ -103,21 +158,33 @@ def from_last(
     device: torch.device,
 ) -> torch.Tensor:
     """What the last rank has, `[m, n]` on every rank; with `scatter` this rank's rows of it, `[m / t, n]`."""
-    found, (_, count) = groups.group_of(group), ranks_of(group)
+    count = ranks_of(group)[1]
     if not scatter:
         whole = torch.empty(shape, dtype=dtype, device=device) if out is None else out.contiguous()
-        dist.broadcast(bytes_of(whole), group=found, group_src=count - 1)
+        groups.collective(_broadcast, whole, group, count - 1)
         return whole
     own = torch.empty((shape[0] // count, shape[1]), dtype=dtype, device=device)
-    pieces = None if out is None else [bytes_of(one) for one in out.contiguous().chunk(count)]
-    dist.scatter(bytes_of(own), pieces, group=found, group_src=count - 1)
+    pieces = [] if out is None else list(out.contiguous().chunk(count))
+    groups.collective(_scatter, own, pieces, group, count - 1)
     return own
 
 
 def gathered_rows(group: str, x: torch.Tensor) -> torch.Tensor:
     """The rows of all ranks `[t · m, n]`, rank 0's first, from this rank's x `[m, n]`; all have as many."""
-    found, (_, count) = groups.group_of(group), ranks_of(group)
-    whole = x.new_empty((count * x.shape[0], *x.shape[1:]))
+    whole = x.new_empty((ranks_of(group)[1] * x.shape[0], *x.shape[1:]))
     if whole.numel():
-        dist.all_gather([bytes_of(one) for one in whole.chunk(count)], bytes_of(x.contiguous()), group=found)
+        groups.collective(_gather, whole, x.contiguous(), group)
     return whole
+
+
+def _broadcast(x: torch.Tensor, group: str, source: int) -> None:
+    dist.broadcast(bytes_of(x), group=groups.group_of(group), group_src=source)
+
+
+def _scatter(own: torch.Tensor, pieces: list[torch.Tensor], group: str, source: int) -> None:
+    parts = [bytes_of(one) for one in pieces]
+    dist.scatter(bytes_of(own), parts or None, group=groups.group_of(group), group_src=source)
+
+
+def _gather(whole: torch.Tensor, x: torch.Tensor, group: str) -> None:
+    _ALL_GATHER(bytes_of(whole), bytes_of(x), group=groups.group_of(group))

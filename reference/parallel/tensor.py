@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch
 
-from reference.ops.casts.cast_transpose import ceil16, transpose_codes
+from reference.ops.casts.cast_transpose import ceil16
 from reference.ops.gemms.gemm_part import CUTS
 from reference.ops.library import twin
 from reference.parallel import ordered_reduce
@@ -172,18 +172,26 @@ class Gathered(Around):
         self.by_codes = isinstance(inner, (Delayed, Current))
 
     def _codes(self, own: Quantized, transpose: bool) -> Quantized:
-        """This rank's rows with one scale, and those of the others."""
-        q = ordered_reduce.gathered_rows(self.group, own.row.codes)
-        q_t = None
+        """This rank's rows with one scale, and those of the others.
+
+        Transposes are gathered, too: put side by side they are faster there than the whole is transposed.
+        """
+        q, q_t = ordered_reduce.gathered_rows(self.group, own.row.codes), None
         if transpose:
-            q_t = q.new_empty((q.shape[1], ceil16(q.shape[0])))
-            transpose_codes(q, q_t)
+            assert own.column is not None
+            rows, codes = len(own.row.codes), own.column.codes
+            columns, count = len(codes), ordered_reduce.ranks_of(self.group)[1]
+            parts = ordered_reduce.gathered_rows(self.group, codes.view(torch.uint8)).split(columns) if len(q) else ()
+            whole = [one[:, :rows] for one in parts]
+            if (padding := ceil16(count * rows) - count * rows) > 0:
+                whole.append(torch.zeros(columns, padding, dtype=torch.uint8, device=q.device))
+            q_t = torch.cat(whole, 1).view(codes.dtype) if whole else codes
         assert own.row.scales is not None
         return per_tensor(q, q_t, own.row.scales)
 
     def quantize(self, x: torch.Tensor, transpose: bool) -> Quantized:
         if self.by_codes:
-            return self._codes(self.inner.quantize(x, False), transpose)
+            return self._codes(self.inner.quantize(x, transpose), transpose)
         return self.inner.quantize(ordered_reduce.gathered_rows(self.group, x), transpose)
 
     def norm(
@@ -198,7 +206,7 @@ class Gathered(Around):
         """The norm of this rank's rows, whose mean and rstd are returned; quantized, that of all rows."""
         if not self.by_codes:
             return super().norm(x, gamma, beta, plan, dtype, transpose)
-        own, mean, rstd = self.inner.norm(x, gamma, beta, plan, dtype, False)
+        own, mean, rstd = self.inner.norm(x, gamma, beta, plan, dtype, transpose)
         return self._codes(own, transpose), mean, rstd
 
     def grad(self, g: torch.Tensor, transpose: bool, dbias: bool) -> Produced:

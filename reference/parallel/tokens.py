@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from reference.ops.gemms.gemm_part import CUTS
 from reference.ops.library import twin
-from reference.parallel.context import chunks_of, gathered
+from reference.parallel.context import chunks_of, gathered, with_place
 from reference.parallel.ordered_reduce import gathered_rows, ranks_of
 from reference.parallel.tensor import of_whole
 from reference.recipes.block_scaling import InBlocks
@@ -99,10 +99,7 @@ class Tokens(NamedTuple):
 
     def places(self, state: torch.Tensor, elements: int) -> list[torch.Tensor]:
         """A random state for each chunk of this rank's tensor of so many elements: with the index of its first."""
-        return [
-            torch.cat([state[:2], torch.tensor([chunk * (elements // 2)], dtype=torch.int64, device=state.device)])
-            for chunk in chunks_of(self.group)
-        ]
+        return [with_place(state, chunk * (elements // 2)) for chunk in chunks_of(self.group)]
 
     def dropped(
         self, x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, p: float, state: torch.Tensor

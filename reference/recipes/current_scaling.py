@@ -108,7 +108,7 @@ def scale_of_amaxes(amax: torch.Tensor, group: str, *how: Any) -> torch.Tensor:
     """The scale, fp32 `[1]`, of the largest of a group's amaxes, each fp32 `[1, 1]` and replaced by it; `how` as in
     `twin::current_scale`.
     """
-    groups.largest(amax, groups.group_of(group))
+    groups.largest_in(amax, group)
     return twin.current_scale(amax, *how)  # type: ignore[no-any-return]
 
 

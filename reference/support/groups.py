@@ -3,7 +3,7 @@
 And what more than one room does with their ranks: bytes to send, the largest of amaxes.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -36,6 +36,28 @@ def bytes_of(x: torch.Tensor) -> torch.Tensor:
     return x.view(-1).view(torch.uint8) if x.numel() else x.new_empty(0, dtype=torch.uint8)
 
 
+def _called(function: Callable[..., Any], args: list[Any]) -> None:
+    function(*args)
+
+
+_run: Callable[[Callable[..., Any], list[Any]], None] = _called
+
+
+def register(run: Callable[[Callable[..., Any], list[Any]], None]) -> None:
+    """Let `run(function, args)` make the calls of `collective`: `optimized` repeats them where it plays a tape."""
+    global _run
+    _run = run
+
+
+def collective(function: Callable[..., Any], *args: Any) -> None:
+    """Call `function(*args)`, which communicates: what pairs of functions (`reference.nn.core.autograd`) do it by.
+
+    The function reads and writes tensors among its arguments, or in lists there, on torch's current stream, and does
+    what depends on no value. Its first argument is such a tensor or list; what it returns is dropped.
+    """
+    _run(function, list(args))
+
+
 def largest(amaxes: torch.Tensor, group: Any) -> None:
     """Replace contiguous fp32 amaxes, from +0 on, by their maximum over the ranks of a process group.
 
@@ -43,3 +65,12 @@ def largest(amaxes: torch.Tensor, group: Any) -> None:
     if one is NaN.
     """
     dist.all_reduce(amaxes.view(torch.int32), op=dist.ReduceOp.MAX, group=group)
+
+
+def largest_in(amaxes: torch.Tensor, name: str) -> None:
+    """`largest` of the group with that name, inside of a pair of functions."""
+    collective(_largest, amaxes, name)
+
+
+def _largest(amaxes: torch.Tensor, name: str) -> None:
+    largest(amaxes, group_of(name))

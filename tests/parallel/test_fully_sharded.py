@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from shared.bits import assert_same_bits
+from shared.device_ranks import start
 from shared.processes import free_port, ranks
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -37,13 +38,13 @@ RECIPES: dict[str, Any] = {
 class Model(torch.nn.Module):
     """Layers whose weights have rows that so many ranks do not divide, and a vector."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, device: str = "cpu") -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first = te.LayerNormMLP(32, 80, params_dtype=dtype, device="cpu")
-        self.last = te.Linear(32, 48, params_dtype=dtype, device="cpu")
-        self.odd = torch.nn.Parameter(torch.randn(1, 48).to(dtype))  # of which one rank has all
-        self.large = torch.nn.Parameter(torch.randn(71, 1500).to(dtype))  # several chunks of `twin::grad_norm`
+        self.first = te.LayerNormMLP(32, 80, params_dtype=dtype, device=device)
+        self.last = te.Linear(32, 48, params_dtype=dtype, device=device)
+        self.odd = torch.nn.Parameter(torch.randn(1, 48).to(device, dtype))  # of which one rank has all
+        self.large = torch.nn.Parameter(torch.randn(71, 1500).to(device, dtype))  # several chunks of `twin::grad_norm`
 
     def forward(self, x: torch.Tensor, unused: bool = False, twice: bool = False) -> torch.Tensor:
         h = self.first(self.first(x)) if twice else self.first(x)
@@ -52,9 +53,12 @@ class Model(torch.nn.Module):
         return total if unused else total + (y.mean() * self.large.float()).sum()
 
 
-def sharded(model: torch.nn.Module, **options: Any) -> torch.nn.Module:
+def sharded(model: torch.nn.Module, shape: tuple[int, ...] = (), **options: Any) -> torch.nn.Module:
+    """`shape`: of the mesh; [ranks] if it is not given."""
+    names = ("replicate", "shard")[-len(shape or (1,)) :]
+    mesh = init_device_mesh(model.odd.device.type, shape or (dist.get_world_size(),), mesh_dim_names=names)
     for module in (model.first, model.last, model):
-        fully_shard(module, mesh=init_device_mesh("cpu", (dist.get_world_size(),)), **options)
+        fully_shard(module, mesh=mesh, **options)
     return model
 
 
@@ -125,7 +129,7 @@ def steps(
 ) -> Iterator[dict[str, torch.Tensor]]:
     """The words after each step; from the distributed checkpoint `start` on, to one at `end`."""
     optimizer, recipe = case.optimizer(model), RECIPES[case.recipe]()
-    alone = order.ranks == 1
+    alone, device = order.ranks == 1, model.odd.device
     if start is not None:
         room = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
         dcp.load(room, checkpoint_id=start, no_dist=alone)
@@ -133,7 +137,7 @@ def steps(
     for step in numbers:
         optimizer.zero_grad()
         for number in order.microbatches(model, EACH * order.groups):
-            x = inputs(step, number, case.computes or case.dtype)
+            x = inputs(step, number, case.computes or case.dtype).to(device)
             with te.autocast(enabled=recipe is not None, recipe=recipe):
                 if case.computes and not isinstance(model, FSDPModule):
                     cast = {name: p.to(case.computes) for name, p in model.named_parameters()}
@@ -151,17 +155,19 @@ def steps(
         dcp.save(state, checkpoint_id=end, no_dist=alone)
 
 
-def alone(name: str, groups: int, *more: Any) -> list[dict[str, torch.Tensor]]:
-    return list(steps(Model(CASES[name].dtype), GradientOrder(groups), CASES[name], *more))
+def alone(name: str, groups: int, *more: Any, device: str = "cpu") -> list[dict[str, torch.Tensor]]:
+    return list(steps(Model(CASES[name].dtype, device), GradientOrder(groups), CASES[name], *more))
 
 
 # --- what ranks do ---------------------------------------------------------------------------------------
 
 
-def trained(name: str, groups: int, *more: Any) -> list[dict[str, torch.Tensor]]:
+def trained(
+    name: str, groups: int, *more: Any, shape: tuple[int, ...] = (), device: str = "cpu"
+) -> list[dict[str, torch.Tensor]]:
     case, order = CASES[name], GradientOrder(groups)
     policy = MixedPrecisionPolicy(param_dtype=case.computes, reduce_dtype=case.computes and case.dtype)
-    model = sharded(Model(case.dtype), mp_policy=policy)
+    model = sharded(Model(case.dtype, device), shape, mp_policy=policy)
     tree_reduce_scatter(model, order)
     return list(steps(model, order, case, *more))
 
@@ -246,7 +252,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "two dimensions": (
         lambda: one_step(on_two_dimensions()),
         NotImplementedError,
-        "is sharded over a mesh of 2 dimensions (",
+        ", which divides nothing; several ranks in the second dimension, or DistributedDataParallel, are accepted.",
     ),
     "left out": (lambda: one_step(with_one_left_out()), ValueError, "odd is not sharded, so that its gradient is that"),
     "left out, and trained later": (trained_later, ValueError, "GradientOrder: odd is not sharded, so that"),
@@ -273,13 +279,22 @@ def refusals() -> dict[str, str]:
     return found
 
 
-def worker(rank: int, world: int, runs: list[tuple[str, int]], refused: bool, port: int, folder: str) -> None:
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world, timeout=LIMIT)
+def worker(
+    rank: int,
+    world: int,
+    runs: list[tuple[str, int]],
+    refused: bool,
+    shape: tuple[int, ...],
+    device: str,
+    port: int,
+    folder: str,
+) -> None:
+    start(rank, world, port, device, LIMIT)
     failed, found = {}, {}
     gc.freeze()  # what imports have left: collections below need not look at it
     for run in runs:
         try:
-            found[run] = trained(*run)
+            found[run] = trained(*run, shape=shape, device=device)
         except Exception:
             failed[str(run)] = traceback.format_exc()
         gc.collect()  # a module that is alive has scales to update, on all ranks or on none
@@ -287,7 +302,7 @@ def worker(rank: int, world: int, runs: list[tuple[str, int]], refused: bool, po
         if Path(folder, "first", name).exists():
             try:
                 names = [str(Path(folder, one, name)) for one in ("first", "second")]
-                found[name, "second"] = trained(name, SAVED_GROUPS, range(1, 2), *names)
+                found[name, "second"] = trained(name, SAVED_GROUPS, range(1, 2), *names, shape=shape, device=device)
             except Exception:
                 failed[f"saved {name}"] = traceback.format_exc()
             gc.collect()
@@ -295,23 +310,36 @@ def worker(rank: int, world: int, runs: list[tuple[str, int]], refused: bool, po
         failed |= refusals()
         not_a_number()
     torch.save((failed, found), Path(folder) / f"{rank}.pt")
+    dist.barrier()
     dist.destroy_process_group()
 
 
 def check(
-    world: int, runs: list[tuple[str, int]], folder: Path, saved: Sequence[str] = (), refused: bool = False
+    world: int,
+    runs: list[tuple[str, int]],
+    folder: Path,
+    saved: Sequence[str] = (),
+    refused: bool = False,
+    shape: tuple[int, ...] = (),
+    device: str = "cpu",
 ) -> None:
-    """Each run, a case and its groups, on so many ranks; `saved`: their second step on ranks, the others in one."""
-    expected: dict[Any, Any] = {run: alone(*run) for run in runs}
+    """Each run, a case and its groups, on so many ranks; `saved`: their second step on ranks, the others in one.
+
+    `shape`: of the mesh; `device`: "cpu", over gloo, or "cuda", over NCCL.
+    """
+    expected: dict[Any, Any] = {run: alone(*run, device=device) for run in runs}
     for name in saved:
-        of_steps = alone(name, SAVED_GROUPS, range(3))
-        alone(name, SAVED_GROUPS, range(1), None, str(folder / "first" / name))
+        of_steps = alone(name, SAVED_GROUPS, range(3), device=device)
+        alone(name, SAVED_GROUPS, range(1), None, str(folder / "first" / name), device=device)
         expected[name, "second"] = of_steps[1:2]
         expected[name, "third"] = of_steps[2:]
-    ranks(worker, (world, runs, refused, free_port(), str(folder)), world)
-    third = {(name, "third"): alone(name, SAVED_GROUPS, range(2, 3), str(folder / "second" / name)) for name in saved}
+    ranks(worker, (world, runs, refused, shape, device, free_port(), str(folder)), world)
+    third = {
+        (name, "third"): alone(name, SAVED_GROUPS, range(2, 3), str(folder / "second" / name), device=device)
+        for name in saved
+    }
     for rank in range(world):
-        failed, found = torch.load(folder / f"{rank}.pt")
+        failed, found = torch.load(folder / f"{rank}.pt", map_location="cpu")
         assert not failed, "\n".join(f"{name}: {what}" for name, what in failed.items())
         found |= third
         assert found.keys() == expected.keys()
@@ -335,3 +363,27 @@ def test_ranks_have_the_words_of_one_process(world: int, tmp_path: Path) -> None
     check(
         world, [(name, groups) for name in CASES for groups in sorted({8, world})], tmp_path, SAVED if world < 4 else ()
     )
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_replicas_of_shards_have_the_words_of_one_process(tmp_path: Path) -> None:
+    """Two replicas of two shards; four ranks have six groups, so that two of them have two."""
+    check(4, [("adafactor", 4), ("mixed", 6)], tmp_path, shape=(2, 2))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize("shape", [(2, 2), (3, 2), (2, 3)])
+def test_any_replicas_of_shards_have_the_words_of_one_process(shape: tuple[int, int], tmp_path: Path) -> None:
+    world = shape[0] * shape[1]
+    check(world, [(name, groups) for name in CASES for groups in sorted({8, world})], tmp_path, shape=shape)
+
+
+@pytest.mark.gpu
+@pytest.mark.gpus(2)
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_two_gpus_have_the_words_of_one(tmp_path: Path) -> None:
+    import optimized  # noqa: F401  (registers the CUDA implementations)
+
+    runs = [("delayed", 2), ("current", 3), ("blocks", 2), ("fp32", 2), ("mixed", 3), ("adafactor", 2), ("fp16", 3)]
+    check(2, runs, tmp_path, ["delayed"], device="cuda")

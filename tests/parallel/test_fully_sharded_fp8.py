@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from shared.bits import assert_same_bits
+from shared.device_ranks import start
 from shared.processes import free_port, ranks
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -49,12 +50,15 @@ class Model(torch.nn.Module):
         return self.small(self.last(self.first(x))).float().square().mean()
 
 
-def sharded(recipe: str, device: str) -> torch.nn.Module:
-    model = Model(recipe, device)
+def sharded(recipe: str, first: str, shape: tuple[int, ...] = (), device: str = "cpu") -> torch.nn.Module:
+    """`first`: the device, or "meta"; `shape`: of the mesh, [ranks] if it is not given."""
+    model = Model(recipe, first)
+    names = ("replicate", "shard")[-len(shape or (1,)) :]
+    mesh = init_device_mesh(device, shape or (dist.get_world_size(),), mesh_dim_names=names)
     for module in (model.first, model.last, model):  # `small` is the root's
-        fully_shard(module, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    if device == "meta":
-        model.to_empty(device="cpu")
+        fully_shard(module, mesh=mesh)
+    if first == "meta":
+        model.to_empty(device=device)
         torch.manual_seed(0)
         model.first.reset_parameters()
         model.last.reset_parameters()
@@ -63,13 +67,15 @@ def sharded(recipe: str, device: str) -> torch.nn.Module:
 
 
 def whole(x: torch.Tensor) -> torch.Tensor:
-    """All of a DTensor, as bytes: gloo sends no FP8."""
-    local = (x.to_local() if isinstance(x, DTensor) else x).detach().contiguous()
+    """All of a DTensor, as bytes: gloo sends no FP8. Of replicas the first one's."""
+    local = (x.to_local() if isinstance(x, DTensor) else x).detach().cpu().contiguous()
     local = local.view(torch.uint8) if local.dtype.itemsize == 1 else local
     if not isinstance(x, DTensor):
         return local.clone()
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, local)
+    mesh = x.device_mesh
+    group = mesh.get_group(mesh.ndim - 1)
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, local, group=group)
     return torch.cat([one for one in found if one.numel()])
 
 
@@ -85,7 +91,7 @@ def words(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
 def steps(model: Any, recipe: str, numbers: range, start: Any = None, end: Any = None) -> list[dict[str, torch.Tensor]]:
     """The words after each step; from the distributed checkpoint `start` on, to one at `end`."""
     order = GradientOrder(GROUPS)
-    alone = order.ranks == 1
+    alone, device = order.ranks == 1, model.small.bias.device
     if not alone:
         tree_reduce_scatter(model, order)
     optimizer = te.optimizers.FusedAdam(model.parameters(), lr=0.01, weight_decay=0.1, master_weights=True)
@@ -98,7 +104,7 @@ def steps(model: Any, recipe: str, numbers: range, start: Any = None, end: Any =
         optimizer.zero_grad()
         for number in order.microbatches(model, EACH * GROUPS):
             seeds = torch.Generator().manual_seed(100 * step + number)
-            x = torch.randn(16, 160, generator=seeds).to(BF16) * (1 + number)
+            x = torch.randn(16, 160, generator=seeds).to(device, BF16) * (1 + number)
             with te.autocast(recipe=RECIPES[recipe]()):
                 total = model(x)
             (total / EACH).backward()
@@ -132,43 +138,50 @@ def looked_at() -> None:
             kind([model.last.weight], 0.1).step()
 
 
-def worker(rank: int, world: int, starts: dict[str, str], port: int, folder: str) -> None:
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world, timeout=LIMIT)
+def worker(
+    rank: int, world: int, starts: dict[str, str], shape: tuple[int, ...], device: str, port: int, folder: str
+) -> None:
+    start(rank, world, port, device, LIMIT)
     failed, found = [], {}
     for recipe in RECIPES:
-        for device in ("cpu", "meta"):
+        for first in (device, "meta"):
             try:
-                end = str(Path(folder, "ranks", recipe)) if device == "cpu" else None
-                numbers = range(1, 3) if starts else range(2)
-                found[recipe, device] = steps(sharded(recipe, device), recipe, numbers, starts.get(recipe), end)
+                end = str(Path(folder, "ranks", recipe)) if first == device else None
+                numbers, model = range(1, 3) if starts else range(2), sharded(recipe, first, shape, device)
+                found[recipe, first] = steps(model, recipe, numbers, starts.get(recipe), end)
             except Exception:
-                failed.append(f"{recipe} from {device}: {traceback.format_exc()}")
-    try:
-        looked_at()
-    except Exception:
-        failed.append(traceback.format_exc())
+                failed.append(f"{recipe} from {first}: {traceback.format_exc()}")
+    if not shape and device == "cpu":
+        try:
+            looked_at()
+        except Exception:
+            failed.append(traceback.format_exc())
     torch.save((failed, found), Path(folder) / f"{rank}.pt")
+    dist.barrier()
     dist.destroy_process_group()
 
 
-def check(world: int, folder: Path, resumed: bool) -> None:
-    """Two steps on ranks, of one process's run of four; `resumed`: after its first. A process goes on after them."""
+def check(world: int, folder: Path, resumed: bool, shape: tuple[int, ...] = (), device: str = "cpu") -> None:
+    """Two steps on ranks, of one process's run of four; `resumed`: after its first. A process goes on after them.
+
+    `shape`: of the mesh; `device`: "cpu", over gloo, or "cuda", over NCCL.
+    """
     alone, starts = {}, {}
     for recipe in RECIPES:
-        alone[recipe] = steps(Model(recipe), recipe, range(4))
+        alone[recipe] = steps(Model(recipe, device), recipe, range(4))
         if resumed:
             starts[recipe] = str(folder / "alone" / recipe)
-            steps(Model(recipe), recipe, range(1), None, starts[recipe])
-    ranks(worker, (world, starts, free_port(), str(folder)), world)
+            steps(Model(recipe, device), recipe, range(1), None, starts[recipe])
+    ranks(worker, (world, starts, shape, device, free_port(), str(folder)), world)
     first = 1 if resumed else 0
     for rank in range(world):
-        failed, found = torch.load(folder / f"{rank}.pt")
+        failed, found = torch.load(folder / f"{rank}.pt", map_location="cpu")
         assert not failed, "\n".join(failed)
-        for recipe, device in found:
-            for step, one in enumerate(found[recipe, device], first):
-                same(one, alone[recipe][step], f"rank {rank} of {world}, {recipe} from {device}, step {step}")
+        for recipe, start_at in found:
+            for step, one in enumerate(found[recipe, start_at], first):
+                same(one, alone[recipe][step], f"rank {rank} of {world}, {recipe} from {start_at}, step {step}")
     for recipe in RECIPES:
-        (one,) = steps(Model(recipe), recipe, range(first + 2, first + 3), str(folder / "ranks" / recipe))
+        (one,) = steps(Model(recipe, device), recipe, range(first + 2, first + 3), str(folder / "ranks" / recipe))
         same(one, alone[recipe][first + 2], f"one process after {world}, {recipe}")
 
 
@@ -186,3 +199,15 @@ def test_two_ranks_go_on_with_the_words_of_one_process_and_it_with_theirs(tmp_pa
 @pytest.mark.parametrize("world", [1, 3, 5])
 def test_ranks_have_the_words_of_one_process(world: int, tmp_path: Path) -> None:
     check(world, tmp_path, resumed=world > 1)
+
+
+def test_replicas_of_shards_go_on_with_the_words_of_one_process_and_it_with_theirs(tmp_path: Path) -> None:
+    check(4, tmp_path, resumed=True, shape=(2, 2))
+
+
+@pytest.mark.gpu
+@pytest.mark.gpus(2)
+def test_two_gpus_go_on_with_the_words_of_one_and_it_with_theirs(tmp_path: Path) -> None:
+    import optimized  # noqa: F401  (registers the CUDA implementations)
+
+    check(2, tmp_path, resumed=True, device="cuda")

@@ -6,7 +6,20 @@ from typing import Any
 
 import pytest
 import torch
-from shared.tensor_ranks import BF16, RECIPES, compare, in_one, numbers, on_ranks, part
+from shared.tensor_ranks import (
+    BACKENDS,
+    BF16,
+    RECIPES,
+    again_too,
+    compare,
+    device_type,
+    here,
+    in_one,
+    numbers,
+    on_ranks,
+    part,
+    twice,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
@@ -31,6 +44,7 @@ def embedding(
                 layer.weight[row - rank * len(layer.weight)] = word
     ids = torch.randint(0, 24, (72, 6), generator=torch.Generator().manual_seed(3))
     ids[:40, 2], ids[50, 3], ids[51, 4] = 20, 3, 21
+    ids = here(ids)
     out = layer(ids)
     out.backward(part(numbers(4, 72, 6, 16).to(dtype), 0 if sequence else None, rank, count))
     assert layer(ids[:0]).shape == (0, 6, 16)
@@ -49,8 +63,8 @@ def loss(
     x = part(numbers(1, rows, 1, classes).to(dtype), 2, rank, count).requires_grad_()
     target = torch.randint(0, classes, (rows, 1), generator=torch.Generator().manual_seed(5))
     target[1:2] = IGNORED
-    found = te.parallel_cross_entropy(x, target, smoothing, reduce, group)
-    found.backward(torch.tensor(0.7) if reduce else torch.linspace(-1, 2, rows)[:, None])
+    found = te.parallel_cross_entropy(x, here(target), smoothing, reduce, group)
+    found.backward(here(torch.tensor(0.7) if reduce else torch.linspace(-1, 2, rows)[:, None]))
     return {"loss": found.detach(), "dx": x.grad}  # type: ignore[dict-item]
 
 
@@ -74,7 +88,7 @@ def trained(
     """Losses and gradients of `steps` steps; `run` gives the logits of ids `[12, batch]`."""
     optimizer, found = torch.optim.SGD(layers.parameters(), lr=0.5), {}
     for step in range(steps):
-        ids = torch.randint(0, 512, (13, batch), generator=torch.Generator().manual_seed(step))
+        ids = here(torch.randint(0, 512, (13, batch), generator=torch.Generator().manual_seed(step)))
         with te.autocast(enabled=recipe is not None, recipe=recipe):
             logits = run(ids[:-1])
         one = te.parallel_cross_entropy(logits, ids[1:], reduce_loss=True, dist_process_group=group)
@@ -99,18 +113,20 @@ def model(group: Any, count: int, rank: int, recipe: str, sequence: bool) -> dic
 MODELS = {f"{recipe}": (recipe, recipe != "blocks") for recipe in ("delayed", "blocks")}
 
 
-def styled(group: Any, count: int, rank: int, sequence: bool) -> dict[str, torch.Tensor]:
+def styled(
+    group: Any, count: int, rank: int, sequence: bool, more: Any = (("softmax_type", "off-by-one"),)
+) -> dict[str, torch.Tensor]:
     """Two steps of a model that was whole on each rank, with rank 0's weights."""
     torch.manual_seed(6 + rank)
     layers = torch.nn.ModuleDict({"table": te.Embedding(512, 256, params_dtype=BF16)})
-    layers["block"] = te.TransformerLayer(256, 256, 4, softmax_type="off-by-one", params_dtype=BF16)
+    layers["block"] = te.TransformerLayer(256, 256, 4, params_dtype=BF16, **dict(more))
     head = te.Linear(256, 512, bias=False, params_dtype=BF16)
     head.weight = layers["table"].weight
     layers["head"] = head
     torch.manual_seed(9)
     if group is not None:
         plan = {"table": RowwiseParallel(sequence), "bl*k": LayerParallel(sequence), "head": ColwiseParallel(sequence)}
-        parallelize_module(layers, init_device_mesh("cpu", (count,)), plan)  # type: ignore[arg-type]
+        parallelize_module(layers, init_device_mesh(device_type(), (count,)), plan)  # type: ignore[arg-type]
     return trained(layers, lambda ids: head(layers["block"](layers["table"](ids))), RECIPES["delayed"], 2, 2, group)
 
 
@@ -207,8 +223,14 @@ def test_ranks_that_share_a_vocabulary(count: int, tmp_path: Path) -> None:
         compare(name, whole, of_ranks, lambda tensor, p=program, case=case: dims(p, case, tensor))  # type: ignore[misc]
 
 
-def test_a_group_on_a_gpu_is_refused() -> None:
-    from reference.nn.core.tensor_parallel import refuse_beyond_cpu
-
-    with pytest.raises(NotImplementedError, match=r"^Embedding: tp_size=2 on a GPU is not offered yet; tensors on the"):
-        refuse_beyond_cpu("Embedding", "tp_size=2", torch.device("cuda"))
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gpus_that_share_a_vocabulary(backend: str, tmp_path: Path) -> None:
+    """Over NCCL, twice, with the words of one process on the CPU; over gloo the same on CPUs."""
+    cases = {name: case for name, case in CASES.items() if case[0] is not styled}
+    without = {"softmax_type": "off-by-one", "hidden_dropout": 0.0, "attention_dropout": 0.0}
+    cases["styled without dropout"] = (styled, True, tuple(without.items()))
+    found = on_ranks(2, tmp_path, twice, cases, backend)
+    for name, whole in in_one(every, cases).items():
+        program, *case = cases[name]
+        of_ranks = [one[name] for one in found]
+        compare(name, again_too(whole), of_ranks, lambda tensor, p=program, case=case: dims(p, case, tensor))  # type: ignore[misc]

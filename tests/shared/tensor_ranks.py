@@ -1,15 +1,21 @@
-"""Tensor-parallel layers on gloo ranks beside one process: what each rank has must be its part of the one's words."""
+"""Tensor-parallel layers on ranks beside one process: what each rank has must be its part of the one's words.
+
+Ranks are processes on the CPU over gloo, or a GPU each over NCCL; the one process is on the CPU. Programs say with
+`here` where their tensors are.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from shared.bits import assert_same_bits
 from shared.processes import free_port, ranks
 
 import reference as te
+from reference.nn.core.parameters import DeviceDefault
 from reference.recipe import Float8BlockScaling, Float8CurrentScaling
 
 BF16 = torch.bfloat16
@@ -20,34 +26,83 @@ RECIPES: dict[str, Any] = {
     "blocks": Float8BlockScaling(),
 }
 Program = Callable[..., dict[str, torch.Tensor]]
+_AGAIN = "again "
+_HERE = torch.device("cpu")
+BACKENDS = [
+    pytest.param("gloo", marks=pytest.mark.slow),
+    pytest.param("nccl", marks=[pytest.mark.gpu, pytest.mark.gpus(2)]),
+]
+
+
+def here(x: torch.Tensor) -> torch.Tensor:
+    """x on this rank's device."""
+    return x.to(_HERE)
+
+
+def device_type() -> str:
+    """This rank's kind of device, as a mesh names it."""
+    return _HERE.type
 
 
 def numbers(seed: int, *shape: int, scale: float = 1.0) -> torch.Tensor:
     """bf16, with large and small numbers in different places, so that parts have amaxes of their own."""
     g = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=g) * 2.0 ** torch.randint(-6, 7, shape[-1:], generator=g)
-    return (x * scale).to(BF16)
+    return here((x * scale).to(BF16))
 
 
-def _work(rank: int, count: int, port: int, folder: str, program: Program, arguments: tuple[Any, ...]) -> None:
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=count)
+def _on_gpu(rank: int) -> None:
+    """Layers and tensors of this process are on a GPU from now on."""
+    global _HERE
+    import optimized  # noqa: F401  (registers the CUDA implementations)
+
+    _HERE = torch.device("cuda", rank)
+    torch.cuda.set_device(_HERE)
+    DeviceDefault.default_device = "cuda"
+
+
+def _work(
+    rank: int, count: int, port: int, folder: str, program: Program, arguments: tuple[Any, ...], backend: str
+) -> None:
+    if backend == "nccl":
+        _on_gpu(rank)
+    dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=count)
     try:
-        found = {name: program(dist.group.WORLD, count, rank, *one) for name, one in arguments}
+        found = {}
+        for name, one in arguments:
+            try:
+                found[name] = program(dist.group.WORLD, count, rank, *one)
+            except Exception as error:
+                error.add_note(f"rank {rank} of {count}: {name}")
+                raise
         torch.save(found, Path(folder) / f"{rank}.pt")
         dist.barrier()  # rank 0's store serves the others until the last of them has made its groups
     finally:
         dist.destroy_process_group()
 
 
-def on_ranks(count: int, folder: Path, program: Program, arguments: dict[str, Any]) -> list[dict[str, Any]]:
-    """`program(group, count, rank, *arguments)` by name, on each of `count` ranks."""
-    ranks(_work, (count, free_port(), str(folder), program, tuple(arguments.items())), count)
-    return [torch.load(folder / f"{rank}.pt") for rank in range(count)]
+def on_ranks(
+    count: int, folder: Path, program: Program, arguments: dict[str, Any], backend: str = "gloo"
+) -> list[dict[str, Any]]:
+    """`program(group, count, rank, *arguments)` by name, on each of `count` ranks; over "nccl", on a GPU each."""
+    ranks(_work, (count, free_port(), str(folder), program, tuple(arguments.items()), backend), count)
+    return [torch.load(folder / f"{rank}.pt", map_location="cpu") for rank in range(count)]
 
 
 def in_one(program: Program, arguments: dict[str, Any]) -> dict[str, Any]:
     """The same in this process, which has all of everything."""
     return {name: program(None, 1, 0, *one) for name, one in arguments.items()}
+
+
+def twice(group: Any, count: int, rank: int, program: Program, *case: Any) -> dict[str, torch.Tensor]:
+    """What a program finds, and what it finds again; see `again_too`."""
+    first, second = (program(group, count, rank, *case) for _ in range(2))
+    return first | {_AGAIN + name: x for name, x in second.items()}
+
+
+def again_too(one: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What `twice` finds of a program that finds the same each time."""
+    return one | {_AGAIN + name: x for name, x in one.items()}
 
 
 def part(x: torch.Tensor, dim: int | None, rank: int, count: int, pieces: int = 1) -> torch.Tensor:
@@ -60,11 +115,14 @@ def part(x: torch.Tensor, dim: int | None, rank: int, count: int, pieces: int = 
 def compare(
     what: str, one: dict[str, torch.Tensor], found: list[dict[str, torch.Tensor]], dims: Callable[[str], Any]
 ) -> None:
-    """Every rank's tensors are its parts of the one process's; `dims`: name → dim, or (dim, pieces)."""
+    """Every rank's tensors are its parts of the one process's; `dims`: name → dim, or (dim, pieces).
+
+    What `twice` found again is cut as what it found first.
+    """
     for rank, tensors in enumerate(found):
         assert tensors.keys() == one.keys()
         for name, x in tensors.items():
-            how = dims(name)
+            how = dims(name.removeprefix(_AGAIN))
             dim, pieces = how if isinstance(how, tuple) else (how, 1)
             expected = part(one[name], dim, rank, len(found), pieces)
             assert x.shape == expected.shape, (name, x.shape, expected.shape)

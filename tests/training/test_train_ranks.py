@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import gc
 import os
 import re
 import shlex
@@ -86,6 +87,7 @@ def _worker(rank: int, world: int, ports: list[int], commands: list[Command], at
         Path(f"{at}.{number}.code").write_text(str(code))
         if dist.is_initialized():
             dist.destroy_process_group()
+        gc.collect()  # layers that live on on one rank would have their scales reduced there alone
 
 
 def on_ranks(world: int, commands: list[Command], folder: Path, limit: float = SECONDS) -> list[list[Ended]]:
@@ -175,6 +177,37 @@ def test_ranks_print_the_hashes_of_one_process_and_a_run_goes_on_with_others(
     assert sorted(one.name for one in (tmp_path / "run").iterdir()) == sorted(
         one.name for one in (tmp_path / "alone").iterdir()
     )
+
+
+LONG = [*ASKED, "--size", "micro", "--sequence", "512", "--groups", "1", "--accumulate", "1"]
+DEVICES = [
+    pytest.param("cpu", marks=pytest.mark.slow),
+    pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.gpus(2)]),
+]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_two_that_share_microbatches_print_the_hashes_of_a_cpu(
+    device: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In FP8 with dropout; one process on a CPU reads the checkpoint of each."""
+    layouts = {
+        "weights": ["--tensor-parallel", "2"],
+        "tokens": ["--context-parallel", "2"],
+    }
+    commands = [
+        Command([text, *LONG, *more, "--device", device, "--output", str(tmp_path / name)])
+        for name, more in layouts.items()
+    ]
+    found = on_ranks(2, commands, tmp_path, 120)  # GPUs may have kernels to compile
+    assert main(["train", text, *LONG, "--output", str(tmp_path / "alone")]) == 0
+    expected = hashes(capsys.readouterr().out)
+    assert len(expected) == STEPS
+    for name, (first, second) in zip(layouts, found, strict=True):
+        assert (first.code, second.code) == (0, 0), (name, first.err, second.err)
+        assert hashes(first.out) == expected, name
+        assert numbers(tmp_path / name) == numbers(tmp_path / "alone"), name
+        assert main(["train", text, *LONG, "--resume", "--output", str(tmp_path / name)]) == 0, name
 
 
 @pytest.mark.slow

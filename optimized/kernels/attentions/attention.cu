@@ -14,14 +14,19 @@
 // A tile has one of the chunks of N_OUT columns of d: all, as heads of more than 128 take attention_wide.cu.
 //
 // Defines: FORMAT (BF16 | FP16), D_CHUNKS (d in chunks of 64: 1, 2), N_OUT (64 | 128), STAGES, Q_STAGES, DROPOUT
-// (0 | 1), BIAS (0 | 1), SINK (0 | 1), LENGTHS (0 | 1), PACKED (0 | 1), PAGED (0 | 1).
+// (0 | 1), BIAS (0 | 1), SINK (0 | 1), LENGTHS (0 | 1), PACKED (0 | 1), PAGED (0 | 1), PLACED (0 | 1 | 2).
 #include "attention_softmax.cuh"
 #include "ptx/grid.cuh"
+
+#ifndef PLACED
+#define PLACED 0
+#endif
 
 using namespace twin;
 
 struct Config : AttentionDefaults {
     using Format = FORMAT;
+    static constexpr int kPlaced = PLACED;
     static constexpr bool kDropout = DROPOUT, kBias = BIAS, kSink = SINK, kLengths = LENGTHS, kPacked = PACKED,
                           kPaged = PAGED;
     static constexpr int kChunks = D_CHUNKS, kChannels = N_OUT, kStages = STAGES, kQueryStages = Q_STAGES;
@@ -161,7 +166,8 @@ __device__ __forceinline__ void consume(Shared& shared, const Arguments& a, unsi
         float o[kAcc];
 #pragma unroll
         for (int i = 0; i < kAcc; i++) o[i] = 0.0f;
-        const auto counter = Config::kDropout ? tile_counter(a, tile.batch * a.heads + tile.head, warp_row / 16, 0) : 0;
+        const auto counter =
+            Config::kDropout ? tile_counter<Config::kPlaced>(a, tile.batch * a.heads + tile.head, warp_row / 16, 0) : 0;
         const auto soften = [&](float (&s)[64], float (&alpha)[2], int j) {
             const int key = j * kTileRows + 2 * (threadIdx.x % 4);
             add_bias<false>(s, a, limits, tile.batch, tile.head, row, key);

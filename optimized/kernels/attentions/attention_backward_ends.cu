@@ -7,14 +7,19 @@
 // Definition and rounding points: reference/ops/attentions/attention_backward.py.
 //
 // Defines: FORMAT (BF16 | FP16), N_OUT, QUERIES, LENGTHS, PACKED and HEADS_APART, as attention_backward.cu and
-// attention_backward_wide.cu.
+// attention_backward_wide.cu, and of `attention_keep` PLACED (0 | 1 | 2).
 #include "attention_backward_scheduler.cuh"
 #include "ptx/grid.cuh"
+
+#ifndef PLACED
+#define PLACED 0
+#endif
 
 using namespace twin;
 
 struct Config : BackwardDefaults {
     using Format = FORMAT;
+    static constexpr int kPlaced = PLACED;
     static constexpr bool kLengths = LENGTHS, kPacked = PACKED, kHeadsApart = HEADS_APART;
     static constexpr int kQueries = QUERIES, kChannels = N_OUT;
 };
@@ -96,8 +101,8 @@ extern "C" __global__ void __launch_bounds__(256)
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const int query = blockIdx.y * kTileRows + 64 * half;
-        const unsigned long long tile = tile_counter(a, head, query / 16, key / 16);
-        const unsigned long long apart = tile_counter(a, head, query / 16 + 1, key / 16) - tile;
+        const unsigned long long tile = tile_counter<Config::kPlaced>(a, head, query / 16, key / 16);
+        const unsigned long long apart = tile_counter<Config::kPlaced>(a, head, query / 16 + 1, key / 16) - tile;
         kept_words(a, scratch, head, query, key)[threadIdx.x % 32] = kept_bits(generator, tile, apart, a.threshold);
     }
 }

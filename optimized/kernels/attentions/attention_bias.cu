@@ -8,14 +8,20 @@
 //
 // Before it: `dots` of attention_backward_ends.cu.
 //
-// Defines: FORMAT (BF16 | FP16), D_CHUNKS (d in chunks of 64: 1, 2, 4), DROPOUT (0 | 1), LENGTHS (0 | 1), PACKED (0 | 1).
+// Defines: FORMAT (BF16 | FP16), D_CHUNKS (d in chunks of 64: 1, 2, 4), DROPOUT (0 | 1), LENGTHS (0 | 1), PACKED (0 | 1),
+// PLACED (0 | 1 | 2).
 #include "attention_backward.cuh"
 #include "attention_bias.cuh"
+
+#ifndef PLACED
+#define PLACED 0
+#endif
 
 using namespace twin;
 
 struct Config : AttentionDefaults {
     using Format = FORMAT;
+    static constexpr int kPlaced = PLACED;
     static constexpr bool kDropout = DROPOUT, kBias = true, kLengths = LENGTHS, kPacked = PACKED;
     static constexpr int kChunks = D_CHUNKS;
 };
@@ -72,7 +78,7 @@ __device__ __forceinline__ void prepare(Pairs& at, const Arguments& a, const Lim
         at.keep = 0;
 #pragma unroll 1
         for (int step = 0; step < 4; step++) {
-            const auto tile = tile_counter(a, at.head, at.row / 16, at.column / 16 + step);
+            const auto tile = tile_counter<Config::kPlaced>(a, at.head, at.row / 16, at.column / 16 + step);
             at.keep |= kept_of(generator, tile, a.threshold) << (8 * step);
         }
     }

@@ -14,14 +14,19 @@
 //     72 columns. With dropout l counts what is dropped, and has a product of eight columns before.
 //
 // Defines: FORMAT (BF16 | FP16, out's), D_CHUNKS (d in chunks of 128: 1, 2), D_STEPS (of 32: 2, 4, 8), N_OUT (64 | 128),
-// STAGES, Q_STAGES, DROPOUT (0 | 1).
+// STAGES, Q_STAGES, DROPOUT (0 | 1), PLACED (0 | 1).
 #include "attention_fp8_softmax.cuh"
 #include "ptx/grid.cuh"
+
+#ifndef PLACED
+#define PLACED 0
+#endif
 
 using namespace twin;
 
 struct Config : AttentionDefaults {
     using Format = FORMAT;
+    static constexpr int kPlaced = PLACED;
     static constexpr bool kDropout = DROPOUT;
     static constexpr int kChunks = D_CHUNKS, kSteps = D_STEPS, kChannels = N_OUT;
     static constexpr int kStages = STAGES, kQueryStages = Q_STAGES;
@@ -195,7 +200,8 @@ __device__ __forceinline__ void consume(Shared& shared, const Arguments& a, floa
         float o[kAcc];
 #pragma unroll
         for (int i = 0; i < kAcc; i++) o[i] = 0.0f;
-        const auto counter = kDropout ? tile_counter(a, tile.batch * a.heads + tile.head, warp_row / 16, 0) : 0;
+        const auto counter =
+            kDropout ? tile_counter<Config::kPlaced>(a, tile.batch * a.heads + tile.head, warp_row / 16, 0) : 0;
         const ClearBlocks clear(a, warp_row, mask != nullptr);
         const auto hide = [&](float (&s)[64], int j) {
             const int key = j * kTileRows + 4 * (threadIdx.x % 4);

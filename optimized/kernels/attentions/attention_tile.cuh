@@ -33,6 +33,7 @@ struct AttentionDefaults {
     static constexpr bool kSink = false;     // heads have a sink
     static constexpr bool kLengths = false;  // entries of the batch have lengths (attention_lengths.py)
     static constexpr bool kPacked = false;   // entries lie one after the other in [tokens, heads, d]; they have lengths
+    static constexpr int kPlaced = 0;        // of which larger tensor dropout draws (tile_counter)
     static constexpr bool kPaged = false;    // keys and values are in pages (attention_paged.py); entries are packed
 };
 
@@ -339,10 +340,24 @@ __device__ __forceinline__ float weight(float score, float c, float base) {
     return ex2_approx(__fmaf_rn(score, c, base) - kGrid15);
 }
 
-// Philox index of the 16 x 16 pairs at (tile_i, tile_j) of a head, for lane 0 of the forward's layout.
+// Philox index of the 16 x 16 pairs at (tile_i, tile_j) of a head, for lane 0 of the forward's layout. `kPlaced`: these are
+// pairs of a larger tensor. Numbers after the state's two say which of its heads are here, with 2 also which queries and
+// keys (reference/ops/attentions/attention.py).
+template <int kPlaced>
 __device__ __forceinline__ unsigned long long tile_counter(const CommonArguments& a, int head, int tile_i, int tile_j) {
-    const unsigned long long tiles_i = (a.sq + 15) / 16, tiles_j = (a.skv + 15) / 16;
-    return ((head * tiles_i + tile_i) * tiles_j + tile_j) * 32;
+    if constexpr (kPlaced == 0) {
+        const unsigned long long tiles_i = (a.sq + 15) / 16, tiles_j = (a.skv + 15) / 16;
+        return ((head * tiles_i + tile_i) * tiles_j + tile_j) * 32;
+    }
+    const unsigned long long* place = a.rng_state + 2;
+    const unsigned here = static_cast<unsigned>(place[0]);
+    const unsigned long long of_all = head / here * place[1] + place[2] + head % here;
+    unsigned long long i = tile_i, tiles_i = (a.sq + 15) / 16, j = tile_j, tiles_j = (a.skv + 15) / 16;
+    if constexpr (kPlaced > 1) {
+        i += (place[3] + 15) / 16, tiles_i = (place[4] + 15) / 16;
+        j += (place[5] + 15) / 16, tiles_j = (place[6] + 15) / 16;
+    }
+    return ((of_all * tiles_i + i) * tiles_j + j) * 32;
 }
 
 }  // namespace twin

@@ -18,7 +18,7 @@
 // each block loads half of the keys and values for both.
 //
 // Defines: FORMAT (BF16 | FP16), CLUSTER (1 | 2; with lengths 1), DROPOUT (0 | 1), BIAS (0 | 1), SINK (0 | 1), LENGTHS
-// (0 | 1), PACKED (0 | 1), PAGED (0 | 1).
+// (0 | 1), PACKED (0 | 1), PAGED (0 | 1), PLACED (0 | 1 | 2).
 #include "attention_cluster.cuh"
 #include "attention_softmax.cuh"
 #include "ptx/grid.cuh"
@@ -29,10 +29,15 @@
 #define TWIN_CLUSTER
 #endif
 
+#ifndef PLACED
+#define PLACED 0
+#endif
+
 using namespace twin;
 
 struct Config : AttentionDefaults {
     using Format = FORMAT;
+    static constexpr int kPlaced = PLACED;
     static constexpr bool kDropout = DROPOUT, kBias = BIAS, kSink = SINK, kLengths = LENGTHS, kPacked = PACKED,
                           kPaged = PAGED;
     static constexpr int kCluster = CLUSTER;
@@ -260,7 +265,7 @@ __device__ __forceinline__ void consume(Shared& shared, const Arguments& a, unsi
             if constexpr (Config::kDropout) {
                 int head = tile.batch * a.heads + tile.head;
                 asm volatile("" : "+r"(head));  // so that no counter is kept from block to block
-                drop(s, generator, tile_counter(a, head, warp_row / 16, 8 * j), a.threshold);
+                drop(s, generator, tile_counter<Config::kPlaced>(a, head, warp_row / 16, 8 * j), a.threshold);
             }
             if (__any_sync(0xFFFFFFFF, alpha[0] != 1.0f || alpha[1] != 1.0f)) {
 #pragma unroll

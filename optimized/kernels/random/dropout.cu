@@ -6,13 +6,17 @@
 //
 // `advance` adds 1 to a generator's offset; it is launched after the kernel that has read the state.
 //
-// Defines: WIDE (0 fp32, 1 bf16, 2 fp16), DEPTH (0 | 1: m, of stochastic depth).
+// Defines: WIDE (0 fp32, 1 bf16, 2 fp16), DEPTH (0 | 1: m, of stochastic depth), PLACED (0 | 1: rng_state's third number
+// is that of x's first element in a larger tensor).
 #include "common/philox.cuh"
 #include "common/wide.cuh"
 #include "common/wide_store.cuh"
 
 #ifndef DEPTH
 #define DEPTH 0
+#endif
+#ifndef PLACED
+#define PLACED 0
 #endif
 
 using namespace twin;
@@ -38,6 +42,22 @@ __device__ __forceinline__ void store(wide_t* out, const Values& eight, long lon
     else
         store_elements(out + at, eight.value, end - at);
 }
+
+#if PLACED
+// Which of the eight elements from number `index` of a tensor on are kept, a bit for each: of one counter, or of two.
+__device__ __forceinline__ unsigned kept_from(const Generator& generator, unsigned long long index,
+                                              unsigned threshold) {
+    unsigned bits = 0;
+#pragma unroll
+    for (int n = 0; n < 2; n++) {
+        unsigned words[4];
+        philox(words, generator, index / kElements + n);
+#pragma unroll
+        for (int i = 0; i < kElements; i++) bits |= kept(words[i / 2], i % 2, threshold) << (kElements * n + i);
+    }
+    return bits >> index % kElements;
+}
+#endif
 
 #if DEPTH
 // m of each element's entry, times the element. An entry is `per_entry` consecutive elements.
@@ -91,13 +111,21 @@ extern "C" __global__ void __launch_bounds__(256)
     if (backward) times_kept(t, m, per_entry, at, count);
 #endif
     if (threshold > 0) {
+#if PLACED
+        const unsigned keep = kept_from(read_state(rng_state), rng_state[2] + at, threshold);
+#else
         unsigned words[4];
         philox(words, read_state(rng_state), at / kElements);
+#endif
 #pragma unroll
         for (int i = 0; i < kElements; i++) {
             const float scaled = widen(narrow(__fmul_rn(t.value[i], scale)));
             const float nothing = backward ? __fmul_rn(fabsf(t.value[i]), 0.0f) : 0.0f;
+#if PLACED
+            t.value[i] = keep >> i & 1 ? scaled : nothing;
+#else
             t.value[i] = kept(words[i / 2], i % 2, threshold) ? scaled : nothing;
+#endif
         }
     }
 #if DEPTH

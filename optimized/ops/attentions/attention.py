@@ -66,23 +66,36 @@ def argument_type(biased: bool, sunk: bool, lengths: bool, packed: bool = False,
 
 
 class Entries(NamedTuple):
-    """Whether entries of a batch have lengths, lie one after the other, and have keys in pages."""
+    """Whether entries of a batch have lengths, lie one after the other, and have keys in pages.
+
+    `placed`: whether they are a part of a larger tensor, in which dropout draws: 1 of its heads, 2 also of its tokens.
+    """
 
     lengths: bool
     packed: bool = False
     paged: bool = False
+    placed: int = 0
 
     @staticmethod
     def of(options: Options) -> "Entries":
         """Those of a call."""
-        return Entries(options.has_lengths, options.packed)
+        return Entries(options.has_lengths, options.packed, placed=placed(options))
 
     @property
     def macros(self) -> dict[str, int]:
         """The kernels' macros that say it."""
-        return {"LENGTHS": int(self.lengths), "PACKED": int(self.packed)}
+        more = {"PLACED": self.placed} if self.placed else {}
+        return {"LENGTHS": int(self.lengths), "PACKED": int(self.packed), **more}
 
 
+def placed(options: Options) -> int:
+    """`Entries.placed`: what a random state's numbers after seed and offset say; 0 where nothing is dropped."""
+    if options.rng_state is None or not threshold(options.dropout):
+        return 0
+    return {2: 0, 5: 1, 9: 2}[len(options.rng_state)]
+
+
+PLACES = (1, 2)
 ENTRIES = (Entries(False), Entries(True), Entries(True, True))
 
 
@@ -113,6 +126,12 @@ CONFIGURATIONS = [
     for more in ((False, False), (True, False), (False, True))
     for case in itertools.product(FORMATS, CAPACITIES, EITHER)
     for cluster in ((1, 2) if case[1] == WIDE and not entries.lengths else (1,))
+]
+CONFIGURATIONS += [
+    kernels(*case, True, False, False, Entries(False, placed=place), cluster)[0].configuration
+    for place in PLACES
+    for case in itertools.product(FORMATS, CAPACITIES)
+    for cluster in ((1, 2) if case[1] == WIDE else (1,))
 ]
 
 _gaps = launch.function("attention_gaps", "attention_gaps")

@@ -16,7 +16,7 @@ import torch
 
 from optimized.cuda import launch
 from optimized.ops.attentions import attention
-from optimized.ops.attentions.attention import ENTRIES, Entries, strides_of
+from optimized.ops.attentions.attention import ENTRIES, PLACES, Entries, strides_of
 from reference.ops.attentions.attention import BLOCK, NO_LIMIT, limits
 from reference.ops.attentions.attention_backward import outputs
 from reference.ops.attentions.attention_options import Options
@@ -93,6 +93,12 @@ def _configurations(several: tuple[Entries, ...]) -> Iterator[Any]:
 
 
 CONFIGURATIONS = [*_configurations(ENTRIES[:2]), *_configurations(ENTRIES[2:])]
+CONFIGURATIONS += [
+    _end_kernel(dtype, d, Entries(False, placed=place), "attention_keep", apart).configuration
+    for place in PLACES
+    for dtype, d, apart in itertools.product(attention.FORMATS, attention.CAPACITIES, _EITHER)
+    if not (apart and d == WIDE)
+]
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -209,7 +215,8 @@ def _run(inputs: Tensors, m: torch.Tensor, inv: torch.Tensor, results: Tensors, 
         at_once -= at_once % together
     scratch, _held = _scratch(inputs, options, b * h * padded * capacity, at_once * keep_bytes if drops else 0)
 
-    entries, biased = Entries.of(options), options.biased
+    drawn = Entries.of(options)  # of which only what draws needs to know a place
+    entries, biased = drawn._replace(placed=0), options.biased
     # A group's works are long, and few are left at the end: the last ones are taken in parts.
     last_heads = math.ceil(AT_LEAST * launch.processors(index) / blocks)
     is_windowed = int(limits(options.mask_type, options.left, options.right, sq, skv)[0]) != -NO_LIMIT
@@ -226,7 +233,7 @@ def _run(inputs: Tensors, m: torch.Tensor, inv: torch.Tensor, results: Tensors, 
     _make_statistics(inputs, m, inv, options, of(out, options.of_rows()), scratch)
     maps = [attention.tensor_map(x, rows) for x, rows in ((q, queries), (k, keys), (v, keys), (grad, queries))]
     kernel = _kernel(q.dtype, capacity, drops, biased, entries, is_apart)
-    draw = _end_kernel(q.dtype, capacity, entries, "attention_keep", is_apart)
+    draw = _end_kernel(q.dtype, capacity, drawn, "attention_keep", is_apart)
     for first in range(0, b * heads, at_once):
         count = min(at_once, b * heads - first)
         works = count * blocks

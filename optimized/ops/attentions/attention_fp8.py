@@ -19,6 +19,7 @@ from optimized.ops.attentions.attention import (
     capacity,
     check_grid,
     is_loadable,
+    placed,
     tensor_map,
 )
 from optimized.ops.random.dropout import advance
@@ -34,7 +35,7 @@ _THREADS = 512
 
 
 @functools.cache
-def _kernels(dtype: torch.dtype, d: int, dropout: bool) -> tuple[launch.Kernel, launch.Kernel]:
+def _kernels(dtype: torch.dtype, d: int, dropout: bool, place: int = 0) -> tuple[launch.Kernel, launch.Kernel]:
     """The kernel for heads of a capacity, with results of `dtype`, and the one that resets its ticket."""
     chunks, columns = -(-d // 128), min(d, 128)
     stages = 4 if chunks == 1 else 2
@@ -46,12 +47,14 @@ def _kernels(dtype: torch.dtype, d: int, dropout: bool) -> tuple[launch.Kernel, 
         "Q_STAGES": 2,
     }
     macros: dict[str, int | str] = {"FORMAT": FORMATS[dtype], "DROPOUT": int(dropout), **sizes}
+    macros |= {"PLACED": place} if place else {}
     rows = 2 * chunks * QUERIES + stages * (chunks * BLOCK + columns + 8)  # of 128 bytes, in shared memory
     kernel = launch.function("attention_fp8", "attention_fp8", macros, rows * 128 + SLACK)
     return kernel, launch.function("attention_fp8", "attention_fp8_ticket", macros)
 
 
 CONFIGURATIONS = [_kernels(*case)[0].configuration for case in itertools.product(FORMATS, CAPACITIES, EITHER)]
+CONFIGURATIONS += [_kernels(*case, True, 1)[0].configuration for case in itertools.product(FORMATS, CAPACITIES)]
 
 
 def loadable(x: torch.Tensor, rows: int = 1) -> torch.Tensor:
@@ -98,7 +101,7 @@ def attention_fp8(
         q_codes, k_codes, v_codes = loadable(q), loadable(k, 4), loadable(v_t)  # copies must live until the launch
         a = arguments(q, k, out, options)
         a["together"] = max(1, L2 // (2 * k.shape[2] * capacity(d))) * a["group"]  # heads whose keys and values fit
-        kernel, reset = _kernels(dtype, capacity(d), threshold(options.dropout) > 0)
+        kernel, reset = _kernels(dtype, capacity(d), threshold(options.dropout) > 0, placed(options))
         maps = [tensor_map(q_codes, QUERIES), key_map(k_codes), tensor_map(v_codes, min(capacity(d), 128))]
         tiles, index = -(-sq // QUERIES) * b * h * -(-d // 128), q.device.index
         blocks = min(tiles, launch.processors(index))

@@ -12,9 +12,17 @@ from reference.ops.random.dropout import bias_dropout_add_outputs, dropout_backw
 
 _THREADS = 256
 _ELEMENTS = 8  # that a thread computes
-_kernels = {dtype: launch.function("dropout", "bias_dropout_add", {"WIDE": wide}) for dtype, wide in WIDE.items()}
-_deep = {t: launch.function("dropout", "bias_dropout_add", {"WIDE": wide, "DEPTH": 1}) for t, wide in WIDE.items()}
-CONFIGURATIONS = [one.configuration for one in (*_kernels.values(), *_deep.values())]
+_MACROS: dict[tuple[bool, bool], dict[str, int]] = {  # by whether entries have m, and whether x is placed
+    (deep, placed): {name: 1 for name, given in (("DEPTH", deep), ("PLACED", placed)) if given}
+    for placed in (False, True)
+    for deep in (False, True)
+}
+_kernels = {
+    (dtype, *case): launch.function("dropout", "bias_dropout_add", {"WIDE": wide, **macros})
+    for case, macros in _MACROS.items()
+    for dtype, wide in WIDE.items()
+}
+CONFIGURATIONS = [one.configuration for one in _kernels.values()]
 _advance = launch.function("dropout", "advance", {"WIDE": 1})
 
 
@@ -41,11 +49,12 @@ def run(
     state = pointer(rng_state) if threshold(p) else 0
     vector = np.int32(all(address % 16 == 0 for address in pointers))
     args = (*pointers, *sizes, np.uint32(threshold(p)), np.float32(keep_scale(p)), state, vector, np.int32(backward))
-    kernels = _kernels
     if kept is not None:
-        kernels, args = _deep, (*args, kept.data_ptr(), np.int64(x.numel() // kept.shape[0]))
+        args = (*args, kept.data_ptr(), np.int64(x.numel() // kept.shape[0]))
+    placed = state != 0 and rng_state is not None and len(rng_state) > 2
+    kernel = _kernels[x.dtype, kept is not None, placed]
     grid = (-(-x.numel() // (_THREADS * _ELEMENTS)),)
-    launch.launch(kernels[x.dtype], grid, (_THREADS,), args, device=x.device.index)
+    launch.launch(kernel, grid, (_THREADS,), args, device=x.device.index)
     return out
 
 

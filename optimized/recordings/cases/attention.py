@@ -234,6 +234,16 @@ def many_keys(c: Inputs) -> Iterator[Drawn]:
     yield _draw(c, (1, 4, 1, 1, 1030, 64), mask=c.mask(1, 1, 1, 1030), contiguous=True)
 
 
+def placed(c: Inputs) -> Iterator[Drawn]:
+    """Dropout that draws in a larger tensor: of six heads the last two, and of 512 tokens those from 128 on, too."""
+    for d in (64, 128, 200):
+        for place in ((2, 6, 4), (2, 6, 4, 128, 512, 0, 512)):
+            drawn = _draw(c, (2, 2, 1, 40, 150, d), dropout=0.4)
+            numbers = torch.tensor(place, device=c.device)
+            state = torch.cat([drawn.options.rng_state, numbers])  # type: ignore[list-item]
+            yield drawn._replace(options=drawn.options._replace(rng_state=state))
+
+
 def int32(c: Inputs, *numbers: int) -> torch.Tensor:
     return torch.tensor(numbers, dtype=torch.int32, device=c.device)
 
@@ -243,7 +253,7 @@ def forward(drawn: Drawn) -> Call:
 
 
 def calls(c: Inputs) -> Calls:
-    for drawn in (*plain(c), *with_bias(c), *with_more(c), *packed(c), *many_keys(c)):
+    for drawn in (*plain(c), *with_bias(c), *with_more(c), *packed(c), *many_keys(c), *placed(c)):
         yield forward(drawn)
 
 

@@ -13,7 +13,8 @@ def _backward(drawn: attention.Drawn) -> Call:
 
 
 def calls(c: Inputs) -> Calls:
-    for drawn in (*attention.plain(c), *attention.with_bias(c), *attention.with_more(c), *attention.packed(c)):
+    a = attention
+    for drawn in (*a.plain(c), *a.with_bias(c), *a.with_more(c), *a.packed(c), *a.placed(c)):
         yield _backward(drawn)
 
 

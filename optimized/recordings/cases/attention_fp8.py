@@ -70,8 +70,12 @@ def _draw(
     room: int = 0,
     mask_type: str = "causal",
     left: int = 200,
+    place: tuple[int, ...] = (),
 ) -> Drawn:
-    """Codes `[s, b, h, d]` seen as `[b, h, s, d]`, as in the layers; `room`: bytes of a row of v_t."""
+    """Codes `[s, b, h, d]` seen as `[b, h, s, d]`, as in the layers; `room`: bytes of a row of v_t.
+
+    `place`: of these heads among more, in which dropout draws.
+    """
     b, h, heads, sq, skv, d = sizes
 
     def of(n: int, s: int) -> torch.Tensor:
@@ -82,6 +86,8 @@ def _draw(
     v_t[..., :skv] = v.view(torch.uint8).transpose(2, 3)
     scale_invs = [c.positive(1) / 100 for _ in range(3)]
     state = c.random_state() if dropout else None
+    if state is not None and place:
+        state = torch.cat([state, torch.tensor(place, device=c.device)])
     rest = (0.125, mask_type, left, -1, mask, dropout, state, dtype)
     grad = c.normal(sq, b, h, d, dtype=dtype).permute(1, 2, 0, 3)
     return Drawn((q, k, v_t[..., :skv].view(E4M3), *scale_invs, *rest), v, grad)
@@ -98,6 +104,8 @@ def drawn(c: Inputs) -> Iterator[Drawn]:
             yield _draw(c, (1, 2, 1, sq, skv, d), dropout=dropout, mask_type="none" if dropout else "causal", left=-1)
     yield _draw(c, (7, 20, 10, 33, 48, 32))  # more tiles than a GPU has multiprocessors
     yield _draw(c, (1, 2, 1, 260, 600, 64), left=-1, mask_type="causal_bottom_right")
+    for d in (64, 128, 256):
+        yield _draw(c, (2, 2, 1, 130, 208, d), dropout=0.4, mask_type="none", left=-1, place=(2, 6, 4))
 
 
 def calls(c: Inputs) -> Calls:

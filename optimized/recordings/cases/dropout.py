@@ -39,12 +39,15 @@ def _calls(
     parts: str = "br",
     starts: tuple[int, ...] = (0, 0, 0),
     entries: int | None = None,
+    place: int | None = None,
 ) -> Calls:
-    """`starts`: of x, bias and residual; `entries`: of stochastic depth."""
+    """`starts`: of x, bias and residual; `entries`: of stochastic depth; `place`: of x in a larger tensor."""
     x, bias, residual = (
         c.x(*one, dtype=dtype, start=start) for one, start in zip((shape, shape[1:], shape), starts, strict=True)
     )
     drawn = c.random_state() if p else None
+    if drawn is not None and place is not None:
+        drawn = torch.cat([drawn, torch.tensor([place], device=c.device)])
     kept = None if entries is None else c.x(1, entries, dtype=FP32)[0]
     addends = (bias if "b" in parts else None, residual if "r" in parts else None)
     yield Call(twin.bias_dropout_add, (x, *addends, p, drawn, kept))
@@ -68,6 +71,9 @@ def calls(c: Inputs) -> Calls:
         yield from _calls(c, shape, 0.25, parts="r", entries=entries)
     for starts in ((1, 0, 0), (0, 1, 0), (0, 0, 1)):
         yield from _calls(c, (4, 64), 0.25, starts=starts)
+    for dtype in WIDE:
+        yield from _calls(c, (45, 100), 0.1, dtype, place=1007)
+        yield from _calls(c, (45, 100), 0.1, dtype, entries=9, place=1007)
 
 
 def sized(c: Inputs, rows: int, cols: int) -> Calls:

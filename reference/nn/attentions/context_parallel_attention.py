@@ -12,7 +12,7 @@ from reference.nn.attentions.exact_attention import Equation
 from reference.nn.core.autograd import differentiable, wanted
 from reference.nn.core.compiled import before
 from reference.nn.core.context import BlockContext
-from reference.nn.core.tensor_parallel import check_same_on_ranks, refuse_beyond_cpu
+from reference.nn.core.tensor_parallel import check_same_on_ranks, refuse_compiler
 from reference.ops.attentions.attention import BLOCK
 from reference.parallel import context as ranks
 from reference.parallel.ordered_reduce import ranks_of
@@ -85,7 +85,7 @@ def check(module: Any, equation: Equation, layout: str, others: dict[str, Any], 
                 f"DotProductAttention: {what} with {here} is not offered; its default, or attention without the group, "
                 f"is accepted."
             )
-    refuse_beyond_cpu("DotProductAttention", here, q.device)
+    refuse_compiler("DotProductAttention", here)
     tokens = q.shape[0 if layout == "sbhd" else 1]
     if k.shape[:2] != q.shape[:2] or tokens % (2 * BLOCK):
         raise ValueError(

@@ -40,7 +40,7 @@ from reference.nn.core.checks import (
 from reference.nn.core.context import BlockContext
 from reference.nn.core.context_parallel import ContextGroup, take_context_group
 from reference.nn.core.dropout import Generator
-from reference.nn.core.tensor_parallel import refuse_beyond_cpu
+from reference.nn.core.tensor_parallel import refuse_compiler
 from reference.ops.attentions.attention_bias import default_slopes
 from reference.parallel.ordered_reduce import ranks_of
 from reference.recipes.quantized import as_dtype
@@ -74,11 +74,11 @@ class DotProductAttention(ContextGroup, OfCoreAttention, FP8Attention):
         get_rng_state_tracker: dropout draws inside `tracker().fork()`; without dropout nothing does.
         tp_group, tp_size: whose ranks have some of the heads each, as a column-parallel projection gives them: the
             r-th part of num_attention_heads and of num_gqa_groups; biases, slopes and sinks are of these. Nothing is
-            sent; the group says which heads drop what, and which ranks share a scale. On CPUs alone.
+            sent; the group says which heads drop what, and which ranks share a scale.
         sequence_parallel: without effect: heads have all tokens.
         cp_group, cp_global_ranks, cp_comm_type: context parallelism (`reference.parallel.context`): q, k and v are of
             this rank's tokens, two chunks of the sequence. Several ranks need "all_gather", a causal mask type or none,
-            and 16 bits. On CPUs alone.
+            and 16 bits.
         cp_stream: without effect. softcap and the rest: only "off" is offered.
         device: of the random state; None is the package's own.
         attention_backend: "exact" gives the bits of `reference.ops.attentions.attention` on every device. "cudnn" is
@@ -352,8 +352,7 @@ class DotProductAttention(ContextGroup, OfCoreAttention, FP8Attention):
                 f"DotProductAttention: tp_size={self.tp_size} and no tp_group; set_tensor_parallel_group(group) before "
                 f"a forward is accepted."
             )
-        if isinstance(x, torch.Tensor):
-            refuse_beyond_cpu("DotProductAttention", f"tp_size={self.tp_size}", x.device)
+        refuse_compiler("DotProductAttention", f"tp_size={self.tp_size}")
 
     def sinks(self, device: torch.device) -> torch.Tensor | None:
         """The sinks, fp32 `[h]`; None with the usual softmax."""

@@ -115,7 +115,7 @@ class ModuleContext:
         quantizers, gemms: of its roles, and of its linear maps (`Precision`).
         key: for plans; everything but tensors that its launches depend on.
         playable: False where a weight is cast for later microbatches, its gradient is delayed or added to main_grad,
-            or results are no plain tensors.
+            ranks share its tokens, or results are no plain tensors.
     """
 
     reads: tuple[torch.Tensor | None, ...] = ()  # the interface of a BlockContext
@@ -145,7 +145,9 @@ class ModuleContext:
         """See the attributes of the class."""
         module = self.module
         reads_all = self.is_first_microbatch is None or len(self._kept()) == len(self._cast_weights())
-        return reads_all and module.taped and not (module.fuse_wgrad_accumulation or module.delay_wgrad_compute)
+        communicates = getattr(module, "cp_name", None) is not None
+        later = module.fuse_wgrad_accumulation or module.delay_wgrad_compute
+        return reads_all and module.taped and not (later or communicates)
 
     @property
     def settled(self) -> bool:

@@ -43,6 +43,8 @@ class Generator(torch.nn.Module):
         get_rng_state_tracker: seeds are drawn inside `tracker().fork()`.
     """
 
+    _place: tuple[int, ...] = ()  # of the class, for those that were pickled without one
+
     def __init__(self, device: torch.device, get_rng_state_tracker: Callable[[], Any] | None = None) -> None:
         super().__init__()
         self._get_rng = get_rng_state_tracker
@@ -66,7 +68,9 @@ class Generator(torch.nn.Module):
 
     def at(self, *place: int) -> None:
         """Say where the tensors of the next ops lie in larger ones: the numbers after seed and offset that ops read."""
-        words = torch.tensor(place, dtype=torch.int64, device="cpu")
+        if self._place == place and self.state.numel() == 2 + len(place):
+            return  # to write it again would wait for a GPU
+        self._place, words = place, torch.tensor(place, dtype=torch.int64, device="cpu")
         if self.state.numel() == 2 + len(place):
             self.state[2:].copy_(words)
         else:

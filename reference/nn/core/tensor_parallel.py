@@ -1,5 +1,6 @@
 """Layers whose linear maps ranks share (`reference.parallel.tensor`): their group, parts of weights, checks."""
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -13,9 +14,22 @@ from reference.parallel.tensor import Shared, cut_of, part_of
 from reference.parallel.tokens import BLOCK, Tokens, can_be_gathered
 from reference.support import groups
 
+# By process group, what its ranks have found to be the same. It is the same on all of them, since all have made these
+# calls; a group that is gone takes its own along.
+_SAME: "weakref.WeakKeyDictionary[Any, set[Any]]" = weakref.WeakKeyDictionary()
+MOST_SAME = 4096
+
 
 def check_same_on_ranks(layer: str, argument: str, x: torch.Tensor, group: str) -> None:
-    """Refuse, on all ranks of a group, tensors whose shapes differ: a collective would wait, or end the process."""
+    """Refuse, on all ranks of a group, tensors whose shapes differ: a collective would wait, or end the process.
+
+    On a GPU, where it takes a wait of the host, a shape is compared when it is new to this rank. So ranks that differ
+    hear of it if both shapes are new. If one of them is known, its rank goes on: the other's comparison then meets
+    another collective, and ends in an error, or in NCCL's timeout.
+    """
+    known, key = _SAME.setdefault(groups.group_of(group), set()), (layer, argument, tuple(x.shape))
+    if x.is_cuda and key in known:
+        return
     shapes = shapes_on_ranks(group, tuple(x.shape), x.device)
     for rank, shape in enumerate(shapes):
         if shape != shapes[0]:
@@ -23,16 +37,15 @@ def check_same_on_ranks(layer: str, argument: str, x: torch.Tensor, group: str) 
                 f"{layer}: {argument} has shape {list(shapes[0])} on the group's rank 0 and {list(shape)} on rank "
                 f"{rank}; one shape on all ranks is accepted."
             )
+    if len(known) >= MOST_SAME:
+        known.clear()
+    known.add(key)
 
 
-def refuse_beyond_cpu(layer: str, setting: str, device: torch.device, why: str = "") -> None:
-    """Refuse a compiler, and a GPU, where ranks compute together."""
+def refuse_compiler(layer: str, setting: str) -> None:
+    """Refuse to be traced where ranks compute together."""
     if torch.compiler.is_compiling():
         raise NotImplementedError(f"{layer}: {setting} under torch.compile is not offered; eager mode is accepted.")
-    if device.type == "cuda":
-        raise NotImplementedError(
-            f"{layer}: {setting} on a GPU is not offered yet{why}; tensors on the CPU are accepted."
-        )
 
 
 class TensorParallel:
@@ -136,7 +149,7 @@ class TensorParallel:
         """Refuse a forward of some tokens that ranks cannot share, before anything is changed."""
         layer: Any = self
         here = f"a group of {dist.get_world_size(groups.group_of(str(self.cp_name)))} ranks that share tokens"
-        refuse_beyond_cpu(type(self).__name__, here, layer._parameter_device())
+        refuse_compiler(type(self).__name__, here)
         for one in layer.roles.gemms:
             for quantizer in (precision.gemms[one.part].input, precision.gemms[one.part].grad):
                 if not can_be_gathered(quantizer):
@@ -150,7 +163,7 @@ class TensorParallel:
 
         `least`: how many dimensions it must have; 1 for numbers of tokens, which have no features.
         """
-        refuse_beyond_cpu(type(self).__name__, "a group that shares tokens", x.device)
+        refuse_compiler(type(self).__name__, "a group that shares tokens")
         check_same_on_ranks(type(self).__name__, argument, x, str(self.cp_name))  # first: no rank waits for another
         self.check_whole_chunks(argument, x, type(self).__name__, least)
 
@@ -225,7 +238,7 @@ class TensorParallel:
             raise RuntimeError(
                 f"{name}: {here} and no tp_group; set_tensor_parallel_group(group) before a forward is accepted."
             )
-        refuse_beyond_cpu(name, here, layer._parameter_device(), ": accumulators do not travel between GPUs")
+        refuse_compiler(name, here)
         for one in layer.roles.gemms:
             if one.shared is None:
                 continue

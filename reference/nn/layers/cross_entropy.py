@@ -16,7 +16,7 @@ from reference.arguments import check_arguments
 from reference.nn.core.autograd import differentiable, wanted
 from reference.nn.core.checks import check_tensor
 from reference.nn.core.context import BlockContext
-from reference.nn.core.tensor_parallel import check_same_on_ranks, refuse_beyond_cpu
+from reference.nn.core.tensor_parallel import check_same_on_ranks, refuse_compiler
 from reference.ops.library import twin
 from reference.parallel.tokens import Tokens
 from reference.parallel.vocabulary import Shard, gradient_of_logits, losses
@@ -109,12 +109,12 @@ def _loss(name: str, logits: Any, target: Any, loss: Loss, group: Any = None, cp
     rows = logits.reshape(-1, logits.shape[-1]).contiguous()
     shard = None
     if group is not None and group.size() > 1:
-        refuse_beyond_cpu(name, f"dist_process_group of {group.size()} processes", logits.device)
+        refuse_compiler(name, f"dist_process_group of {group.size()} processes")
         shard = Shard(groups.name_of(group), logits.shape[-1])
         check_same_on_ranks(name, "inp", logits, shard.group)
     tokens = None
     if cp_group is not None and cp_group.size() > 1:
-        refuse_beyond_cpu(name, f"cp_group of {cp_group.size()} ranks", logits.device)
+        refuse_compiler(name, f"cp_group of {cp_group.size()} ranks")
         tokens = Tokens(groups.name_of(cp_group))
         check_same_on_ranks(name, "logits", logits, tokens.group)  # first: no rank waits for another
         if logits.dim() < 2 or logits.shape[0] % 2:
@@ -145,7 +145,7 @@ def cross_entropy(
         reduction: "mean" over the rows that count (NaN without any), "sum", or "none".
         label_smoothing: the part of the target's weight that all classes share.
         cp_group: a process group whose ranks have some of the tokens each, in the first dimension, as
-            `te.parallel.tokens_of_rank` gives them; on CPUs alone. A mean, and a sum, is that of all ranks' tokens, the
+            `te.parallel.tokens_of_rank` gives them. A mean, and a sum, is that of all ranks' tokens, the
             same on each rank, and each has the gradient of its own logits.
 
     Returns:
@@ -181,7 +181,7 @@ def parallel_cross_entropy(
         label_smoothing: as `cross_entropy`'s.
         reduce_loss: the mean over the rows that count, 0 without any, instead of a loss for each row.
         dist_process_group: whose rank r has the r-th part of the classes, V / t of them; targets are numbers of all
-            classes, the same on all ranks. Every rank gets the whole loss. On CPUs alone. None: all classes are here.
+            classes, the same on all ranks. Every rank gets the whole loss. None: all classes are here.
         ignore_idx: `ignore_index`.
         is_cg_capturable: either value; it always is.
         overwrite_input: only False is offered; True would let the gradient take the logits' memory.

@@ -18,7 +18,7 @@ from reference.nn.core import init
 from reference.nn.core.autograd import differentiable, wanted
 from reference.nn.core.context import BlockContext
 from reference.nn.core.parameters import DeviceDefault, InitMethod, parameter_dtype
-from reference.nn.core.tensor_parallel import TensorParallel, check_same_on_ranks, refuse_beyond_cpu
+from reference.nn.core.tensor_parallel import TensorParallel, check_same_on_ranks, refuse_compiler
 from reference.ops.library import twin
 from reference.parallel.ordered_reduce import ranks_of
 from reference.parallel.tokens import Tokens
@@ -73,7 +73,7 @@ class Embedding(TensorParallel, DeviceDefault, torch.nn.Embedding):
         dtype, params_dtype: of the weight, fp32, bf16 or fp16; None is torch's default dtype.
         init_method: called with the weight; None draws normal(0, 1), torch's, by `reference.nn.core.init`.
         tp_group, tp_size: whose ranks share the table, as in `Linear`: num_embeddings are the rows of all ranks, and
-            `weight` has this rank's. Every rank gets all numbers. On CPUs alone.
+            `weight` has this rank's. Every rank gets all numbers.
         sequence_parallel: the first dimension of the numbers is the sequence, and a rank gets the rows of its part.
     """
 
@@ -170,7 +170,7 @@ class Embedding(TensorParallel, DeviceDefault, torch.nn.Embedding):
                 f"Embedding: tp_size={self.tp_size} and no tp_group; set_tensor_parallel_group(group) before a forward "
                 f"is accepted."
             )
-        refuse_beyond_cpu("Embedding", f"tp_size={self.tp_size}", ids.device)
+        refuse_compiler("Embedding", f"tp_size={self.tp_size}")
         if self.sequence_parallel and (not ids.dim() or ids.shape[0] % self.tp_size):
             raise ValueError(
                 f"Embedding: input has shape {list(ids.shape)} with sequence_parallel=True and tp_size={self.tp_size}; "

@@ -45,8 +45,8 @@ serves the eight pairs (query i, key j) that a thread holds: with i = 16 I + 8 r
     counter = (low, high half of ((head · ⌈sq/16⌉ + I) · ⌈skv/16⌉ + J) · 32 + 4 g + q, offset's halves)
     u = half r (low, high) of word 2 e + c            head = batch · h + head
 
-Where q has some of a tensor's heads, those that lie on this rank, three numbers follow seed and offset (`[5]`, on a
-CPU): how many of each entry there are here, how many in the whole, and which of these is the first here. Then `head`
+Where q has some of a tensor's heads, those that lie on this rank, three numbers follow seed and offset (`[5]`):
+how many of each entry there are here, how many in the whole, and which of these is the first here. Then `head`
 counts those of the whole. Where q and k have some of a sequence's tokens, four more follow (`[9]`): the first query
 here, how many queries the whole has, the first key and how many keys. Then sq, skv, I and J are of the whole; the first
 query and key are multiples of 16.

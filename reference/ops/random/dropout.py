@@ -22,8 +22,7 @@ One Philox counter serves eight consecutive elements, as many as a thread holds 
 
 `rng_state` is int64 `[2]`, (seed, offset), on the device of x (`reference.numbers.philox.new_state`). The op advances
 the offset by one. The backward takes a clone of the state from before that. Where x is a part of a tensor, rows that
-lie on this rank, a third number is that of x's first element in the whole (`[3]`, on a CPU): it has the mask of its
-place.
+lie on this rank, a third number is that of x's first element in the whole (`[3]`): it has the mask of its place.
 """
 
 import numpy as np
@@ -53,7 +52,7 @@ def check_dropout(
 ) -> None:
     """Refuse a probability outside [0, 1], and a state that is missing or is not int64 `[2]` on x's device.
 
-    `place`: how many numbers may follow on a CPU, one of these, which say where x lies in a larger tensor.
+    `place`: how many numbers may follow, one of these, which say where x lies in a larger tensor.
     """
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"{op}: the dropout probability must be from 0 to 1; got {p}.")
@@ -64,7 +63,7 @@ def check_dropout(
             f"{op}: a dropout probability of {p} needs rng_state, an int64 [2] tensor (seed, offset) "
             f"(reference.numbers.philox.new_state makes one); got None."
         )
-    shapes = ((2,), *[(2 + more,) for more in place if not rng_state.is_cuda])
+    shapes = ((2,), *[(2 + more,) for more in place])
     if rng_state.dtype != torch.int64 or tuple(rng_state.shape) not in shapes or not rng_state.is_contiguous():
         raise ValueError(
             f"{op}: rng_state must be a contiguous int64 [2] tensor (seed, offset); "

@@ -3,13 +3,27 @@
 import copy
 import io
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from shared.tensor_ranks import BF16, RECIPES, compare, in_one, numbers, on_ranks, part
+from shared.processes import run
+from shared.tensor_ranks import (
+    BACKENDS,
+    BF16,
+    RECIPES,
+    again_too,
+    compare,
+    here,
+    in_one,
+    numbers,
+    on_ranks,
+    part,
+    twice,
+)
 
 import reference as te
 from reference.inspect.statistics import collect_stats
@@ -131,7 +145,7 @@ def attention(
     if kind == "MultiheadAttention":
         layer = te.MultiheadAttention(width, 8, **of_all)
     else:
-        layer = te.TransformerLayer(width, 2 * width, 8, hidden_dropout=0.3, **of_all)
+        layer = te.TransformerLayer(width, 2 * width, 8, **{"hidden_dropout": 0.3, **of_all})
     torch.manual_seed(11)
     tokens = 0 if sequence else None
     return steps(layer, recipe, rank, count, tokens, tokens, (width, width))
@@ -273,7 +287,7 @@ def others(group: Any, count: int, rank: int, what: str) -> dict[str, torch.Tens
                 y = layer(x, is_first_microbatch=first if what == "microbatches" else None)
         y.backward(part(numbers(9, SEQUENCE, BATCH, 256), 0, rank, count))
         found |= {f"{step}.y": y.detach(), f"{step}.dx": x.grad}  # type: ignore[dict-item]
-    empty = layer(torch.zeros(0, BATCH, 256, dtype=BF16))
+    empty = layer(here(torch.zeros(0, BATCH, 256, dtype=BF16)))
     assert empty.shape == (0, BATCH, 256)
     found |= {f"{name}.grad": p.grad for name, p in layer.named_parameters()}  # type: ignore[misc]
     return found
@@ -450,17 +464,163 @@ def test_what_two_ranks_share_and_what_is_refused(tmp_path: Path) -> None:
         compare(name, whole, [one[name] for one in found], lambda tensor: of_case(case, tensor))  # noqa: B023
 
 
+NO_DROPOUT = (("attention_dropout", 0.0), ("hidden_dropout", 0.0))
+SEQUENCE_TOO = {name: CASES[name] for name in ("bf16 column sequence bias split", "current row sequence bias")}
+ON_GPUS: dict[str, dict[str, tuple[Any, Any, dict[str, Any]]]] = {
+    "without dropout": {
+        "a linear layer": (linear, dims, FAST | SEQUENCE_TOO),
+        "layers with a norm": (normed, dims_of_normed, FAST_NORMED),
+        "attention and layers": (
+            attention,
+            dims_of_attention,
+            {name: (*case[:3], (*case[3], *NO_DROPOUT), case[4]) for name, case in FAST_ATTENTION.items()},
+        ),
+        "sums that go through the ranks in bands": (banded, dims_of_banded, BANDED),
+    },
+    "with dropout": {
+        "attention and layers": (attention, dims_of_attention, FAST_ATTENTION),
+        "other ways to run a layer": (others, lambda _, name: dims_of_attention(("", "", True, ()), name), WAYS),
+        "attention of some heads": (core, dims_of_core, {"dropout": CORES["dropout"]}),
+    },
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("which", ON_GPUS)
+def test_what_two_gpus_share(which: str, backend: str, tmp_path: Path) -> None:
+    """Over NCCL, with the words of one process on the CPU; all of it twice, so that tapes are played.
+
+    Over gloo the same on CPUs.
+    """
+    programs = ON_GPUS[which]
+    given = {
+        f"{what}: {name}": (program, *case)
+        for what, (program, _, cases) in programs.items()
+        for name, case in cases.items()
+    }
+    found = on_ranks(2, tmp_path, twice, given, backend)
+    for name, whole in in_one(of_program, given).items():
+        of_case, case = programs[name.partition(": ")[0]][1], given[name][1:]
+        compare(name, again_too(whole), [one[name] for one in found], lambda tensor: of_case(case, tensor))  # noqa: B023
+
+
 def test_the_bands_of_an_output() -> None:
     assert ordered_reduce.bands(128 * ordered_reduce.BANDS + 130)[-1] == (1024, 1154)
     assert ordered_reduce.bands(300) == [(0, 128), (128, 256), (256, 300)]
 
 
-def test_ranks_may_share_a_map_on_a_cpu_alone() -> None:
-    layer = te.Linear(256, 256, tp_size=2, parallel_mode="row", device="meta")
+@pytest.mark.parametrize("count", [2, 3, 4, 8])
+@pytest.mark.parametrize("rounds", [1, 2, 3])
+@pytest.mark.parametrize("number", [1, 2, 3, 8])
+def test_the_order_of_a_chain_finds_every_other_end(count: int, rounds: int, number: int) -> None:
+    """Even where a rank does one thing after the other, and a send or a receive ends when its other end is there."""
+    left = [list(ordered_reduce.schedule(rank, count, rounds, number)) for rank in range(count)]
+    for rank, steps in enumerate(left):
+        assert [(piece, band) for what, piece, band in steps if what == "part"] == list(
+            itertools.product(range(rounds), range(number))
+        )
+        for piece, band in itertools.product(range(rounds), range(number)):
+            part = steps.index(("part", piece, band))
+            assert (("receive", piece, band) in steps[:part]) == bool(rank or piece)
+            assert (("send", piece, band) in steps[part:]) == (rank + 1 < count or piece + 1 < rounds)
+    while any(left):
+        moved = False
+        for rank, steps in enumerate(left):
+            if not steps:
+                continue
+            what, piece, band = steps[0]
+            to = (rank + 1) % count
+            if what == "send" and left[to][:1] == [("receive", piece + (to == 0), band)]:
+                left[to].pop(0)
+            elif what != "part":
+                continue
+            steps.pop(0)
+            moved = True
+        assert moved, left
+
+
+def test_what_a_rank_receives_ahead_is_bounded() -> None:
+    for rank, most in ((0, 8), (1, ordered_reduce.AHEAD), (2, ordered_reduce.AHEAD), (3, 8)):
+        held = largest = 0
+        for what, piece, _ in ordered_reduce.schedule(rank, 4, 2, 8):
+            held += {"receive": 1, "part": -bool(rank or piece), "send": 0}[what]
+            largest = max(largest, held)
+        assert largest == most
+
+
+_DRY = """
+import json
+import torch
+from shared.dry_gpu import DryGpu
+import optimized, reference as te
+from optimized.tapes import call_groups
+from reference.nn.core import tensor_parallel
+from reference.parallel import ordered_reduce
+from reference.support import groups
+
+calls = []
+
+
+def noted(name):
+    def call(*args):
+        calls.append(name)
+
+    call.__name__ = name
+    return call
+
+
+for name in ("_receive", "_send", "_end", "_broadcast", "_scatter", "_gather"):
+    setattr(ordered_reduce, name, noted(name))
+groups.largest = noted("largest")
+groups.group_of = lambda name: None
+ordered_reduce.ranks_of = lambda group: ({rank}, 2)
+tensor_parallel.check_same_on_ranks = lambda *args: None
+with DryGpu() as gpu:
+    gpu.tapes()
+    layer = optimized.Linear(
+        *(512, 512), parallel_mode="{mode}", tp_size=2, sequence_parallel=True, params_dtype=torch.bfloat16
+    )
     layer.tp_name = "some"
-    layer.to_empty(device="cpu")
-    layer._parameter_device = lambda: torch.device("cuda")  # type: ignore[method-assign]
-    with pytest.raises(
-        NotImplementedError, match=r"^Linear: tp_size=2 on a GPU is not offered yet: accumulators do not"
-    ):
-        layer.check_shared(None)
+    layer._take_roles()
+    x = torch.empty(600, {width}, dtype=torch.bfloat16, device="cuda").requires_grad_()
+    steps = []
+    for step in range(6):
+        gpu.lines.clear()
+        calls.clear()
+        with te.autocast(recipe=te.DelayedScaling(reduce_amax=False)):
+            y = layer(x)
+        y.backward(torch.empty_like(y))
+        layer.zero_grad(set_to_none=True)
+        x.grad = y = None
+        played = [line.split() for line in gpu.lines if line.startswith("again ")]
+        names = [one[2] if one[1] == "Collective" else one[1].partition(".")[0] for one in played]
+        steps.append([calls.copy(), names, [group.usable for group in call_groups._groups.values()]])
+print(json.dumps(steps))
+"""
+
+
+@pytest.mark.parametrize("mode", ["row", "column"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_tape_contains_a_chain(rank: int, mode: str) -> None:
+    """Of a GPU that only takes notes: the launches and what communicates lie on the tape in their order."""
+    row = mode == "row"
+    given = {"rank": rank, "mode": mode, "width": 256 if row else 512}
+    program = _DRY
+    for name, value in given.items():
+        program = program.replace(f"{{{name}}}", str(value))
+    done = run(program)
+    assert done.returncode == 0, done.stderr
+    first, *_, last = json.loads(done.stdout)
+    assert last[0] == ["largest", "largest"]  # of the update of scales, in each direction
+    assert all(last[2])
+    bands = len(ordered_reduce.bands(600 if row else 1200))
+    expected = {"_receive": bands, "_end": bands} if rank else {"_send": bands, "_end": 1}
+    for called in (first[0], last[1]):
+        assert {name: called.count(name) for name in ("_receive", "_send", "_end") if name in called} == expected
+        assert called.count("_scatter") == 1
+        assert called.count("_gather") == (
+            1 if row else 2
+        )  # numbers for a bias's gradient; codes, and their transposes
+    assert last[1].count("gemm_fp8_part") == bands
+    at = last[1].index("gemm_fp8_part")
+    assert last[1][at - 1] == "_end" if rank else last[1][at + 1] == "_send"

@@ -1,0 +1,166 @@
+"""A training step on several GPUs of one host: stacks of GPT layers, in ms a step.
+
+    python -m optimized.bench.models.data_parallel --output data_parallel.json
+
+Each GPU has 4096 tokens a step: forward, backward, the gradients' sum over ranks, and the optimizer. "Alone" nothing is
+sent: every GPU makes its own step. "Written order" is `te.parallel.GradientOrder` with a group a rank. Contestants run
+one after the other, since they do not fit side by side; a step's time is from event to event on rank 0's GPU, while
+the host runs ahead. PyTorch's layers have bf16 weights, cuDNN's attention, torch.compile and fused AdamW without fp32
+masters; ours have the masters.
+"""
+
+import argparse
+import itertools
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import optimized as te
+from optimized import measure
+from optimized.bench.layers.layer_models import Case, Plain
+from optimized.bench.models import on_ranks
+from optimized.bench.models.on_ranks import Benchmark, Row, Turn, timed
+from reference.parallel import GradientOrder, tree_hook, tree_reduce_scatter
+
+WHAT = "ms of a training step of GPT layers on several GPUs"
+KERNELS = (
+    "adam",
+    "attention",
+    "attention_backward",
+    "attention_backward_ends",
+    "cast_transpose",
+    "dropout",
+    "gemm_fp8",
+)
+CASE = Case("GPT", 2048, 8192, 16, 2048, 2, torch.bfloat16, True, 0.1)
+LAYERS = (4, 24)  # 24: as the 1.3b GPT
+ALONE, DDP, FSDP = "alone", "DDP", "FSDP2"
+
+
+class Way(NamedTuple):
+    """Who computes the layers, how ranks share a step, whether in the written order, and whether weights are FP8."""
+
+    ours: bool
+    sharing: str
+    ordered: bool = False
+    kept: bool = False
+
+    @property
+    def name(self) -> str:
+        """As in a table."""
+        who = "Twin Engine, FP8" if self.ours else "PyTorch, compiled, bf16"
+        return ", ".join([who, self.sharing] + ["written order"] * self.ordered + ["FP8 weights"] * self.kept)
+
+
+WAYS = (
+    Way(True, ALONE),
+    Way(True, DDP),
+    Way(True, DDP, ordered=True),
+    Way(True, FSDP),
+    Way(True, FSDP, ordered=True),
+    Way(True, FSDP, ordered=True, kept=True),
+    Way(False, ALONE),
+    Way(False, DDP),
+    Way(False, FSDP),
+)
+
+
+def _normal(weight: torch.Tensor) -> None:
+    torch.nn.init.normal_(weight, 0, 0.023)
+
+
+def layers_of(way: Way, case: Case, count: int, recipe: Any, device: torch.device) -> torch.nn.Sequential:
+    """The stack, on the device."""
+    if not way.ours:
+        plain = [Plain(case.hidden, case.ffn, case.heads, p=case.dropout, causal=case.causal) for _ in range(count)]
+        return torch.nn.Sequential(*plain).to(device, case.dtype)
+    options: dict[str, Any] = {"hidden_dropout": case.dropout, "attention_dropout": case.dropout}
+    options |= {"params_dtype": case.dtype, "init_method": _normal, "output_layer_init_method": _normal}
+    options |= {"self_attn_mask_type": case.mask_type, "fuse_qkv_params": True, "device": device}
+    with te.quantized_model_init(enabled=way.kept, recipe=recipe):
+        return torch.nn.Sequential(
+            *(te.TransformerLayer(case.hidden, case.ffn, case.heads, **options) for _ in range(count))
+        )
+
+
+def stepper(way: Way, case: Case, count: int, device: torch.device) -> Callable[[], None]:
+    """One training step of a way."""
+    torch.manual_seed(0)
+    recipe = te.DelayedScaling(amax_history_len=16, amax_compute_algo="max", reduce_amax=way.sharing != ALONE)
+    model: Any = layers_of(way, case, count, recipe, device)
+    if not way.ours:
+        for layer in model:
+            layer.compile()
+    order = GradientOrder(dist.get_world_size()) if way.ordered else None
+    if way.sharing == FSDP:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        for module in (*model, model):
+            fully_shard(module, mesh=mesh)
+        if order is not None:
+            tree_reduce_scatter(model, order)
+    elif way.sharing == DDP:
+        model = DistributedDataParallel(model, gradient_as_bucket_view=order is None)
+        if order is not None:
+            model.register_comm_hook(order, tree_hook)
+    optimizer: Any
+    if way.ours:
+        optimizer = te.optimizers.FusedAdam(model.parameters(), lr=1e-4, master_weights=True)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda")
+    x = torch.randn(case.sequence, case.batch, case.hidden, dtype=case.dtype, device=device)
+    target = torch.randn_like(x)
+
+    def microbatch() -> None:
+        with te.autocast(enabled=way.ours, recipe=recipe):
+            y = model(x)
+        torch.nn.functional.mse_loss(y, target).backward()
+
+    def step() -> None:
+        optimizer.zero_grad()
+        if order is None:
+            microbatch()
+        else:
+            for _ in order.microbatches(model, order.groups):
+                microbatch()
+        optimizer.step()
+
+    return step
+
+
+def measured(contestant: tuple[Way, Case, int], device: torch.device) -> Row:
+    """Of a way with a stack of layers: ms of its steps."""
+    return {"ms": measure.spread(timed(stepper(*contestant, device), device))}
+
+
+def run(
+    output: str,
+    world: int = 2,
+    kind: str = "cuda",
+    case: Case = CASE,
+    layers: tuple[int, ...] = LAYERS,
+    ways: tuple[Way, ...] = WAYS,
+    seconds: float = 120,
+) -> None:
+    """Measure on `world` ranks; no contestant begins later than `seconds`. Each stack in each way, in one JSON."""
+    benchmark = Benchmark(WHAT, KERNELS, {"tokens": case.tokens, "hidden": case.hidden}, measured)
+    turns = [
+        Turn({"way": way.name, "layers": count}, (way, case, count)) for count, way in itertools.product(layers, ways)
+    ]
+    on_ranks.start(output, benchmark, world)
+    on_ranks.run(output, benchmark, turns, world, kind, time.time() + seconds)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=WHAT)
+    parser.add_argument("--output", default="data_parallel.json")
+    parser.add_argument("--layers", type=int, nargs="+", default=list(LAYERS))
+    parser.add_argument("--seconds", type=float, default=120, help="no contestant begins later")
+    given = parser.parse_args()
+    run(given.output, layers=tuple(given.layers), seconds=given.seconds)

@@ -1,0 +1,148 @@
+"""What benchmarks of several GPUs of one host share: their ranks, a step's time, and a result kept row by row."""
+
+import datetime
+import gc
+import itertools
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from optimized import measure
+from optimized.bench import Payload
+
+STEPS, WARM_UP = 8, 4
+Row = dict[str, Any]
+Step = Callable[[], None]
+
+
+class Benchmark(NamedTuple):
+    """What is measured.
+
+    Attributes:
+        what: in a few words.
+        kernels: the files that the result depends on.
+        found: what the result says besides its rows.
+        measured: (contestant, device) → a row's numbers, "ms" among them; all ranks call it alike.
+    """
+
+    what: str
+    kernels: tuple[str, ...]
+    found: Payload
+    measured: Callable[[Any, torch.device], Row]
+
+
+class Turn(NamedTuple):
+    """A contestant, and what its row says of it: strings and numbers."""
+
+    about: Row
+    contestant: Any
+
+
+def timed(step: Step, device: torch.device) -> list[float]:
+    """Milliseconds of each of some steps: from event to event on this rank's GPU, while the host runs ahead."""
+    steps, warm_up = (STEPS, WARM_UP) if device.type == "cuda" else (2, 1)
+    for _ in range(warm_up):
+        step()
+    dist.barrier()
+    if device.type != "cuda":
+        moments = [time.perf_counter()]
+        for _ in range(steps):
+            step()
+            moments.append(time.perf_counter())
+        return [1e3 * (b - a) for a, b in itertools.pairwise(moments)]
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+    torch.cuda.synchronize()
+    events[0].record()
+    for event in events[1:]:
+        step()
+        event.record()
+    torch.cuda.synchronize()
+    return [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
+
+
+def row_of(turn: Turn, benchmark: Benchmark, device: torch.device) -> Row:
+    """A row of the result; an error is one, too."""
+    row = dict(turn.about)
+    try:
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        row |= benchmark.measured(turn.contestant, device)
+        if device.type == "cuda":
+            row["GiB"] = torch.cuda.max_memory_allocated() / 2**30
+    except Exception as error:
+        row["error"] = f"{type(error).__name__}: {error}"[:500]
+    gc.collect()  # a model that is alive has scales to update
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return row
+
+
+def _shown(turn: Turn, row: Row) -> str:
+    about = "  ".join(map(str, turn.about.values()))
+    return f"{about:60} " + (row["error"] if "error" in row else f"{row['ms']['median']:8.2f} ms")
+
+
+def _work(
+    rank: int, world: int, port: int, kind: str, benchmark: Benchmark, turns: Sequence[Turn], end: float, output: Path
+) -> None:
+    device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if kind == "cuda" else "gloo",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=rank,
+        world_size=world,
+        timeout=datetime.timedelta(seconds=90),
+    )
+    for turn in turns:
+        over = torch.tensor([int(time.time() > end)], device=device)
+        dist.broadcast(over, 0)
+        if int(over):
+            break
+        row = row_of(turn, benchmark, device)
+        if rank == 0:
+            payload = json.loads(output.read_text())
+            payload["rows"].append(row)
+            payload |= {"provenance": measure.provenance(benchmark.kernels)} if kind == "cuda" else {}
+            output.write_text(json.dumps(payload, indent=1) + "\n")
+            print(_shown(turn, row), flush=True)
+        if "error" in row:  # others may wait in a collective: the rest is not to be trusted
+            break
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def start(output: str, benchmark: Benchmark, world: int) -> None:
+    """A result without rows."""
+    payload = {"what": benchmark.what, "ranks": world, **benchmark.found, "rows": []}
+    Path(output).write_text(json.dumps(payload, indent=1) + "\n")
+
+
+def run(
+    output: str,
+    benchmark: Benchmark,
+    turns: Sequence[Turn],
+    world: int,
+    kind: str,
+    end: float,
+    environment: Mapping[str, str] | None = None,
+) -> None:
+    """Take turns on `world` ranks, none that begins after `end` (of `time.time`), and add their rows to the result.
+
+    What was measured stays if the rest does not end. `environment`: what the ranks read besides.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with mock.patch.dict(os.environ, environment or {}):
+        arguments = (world, port, kind, benchmark, turns, end, Path(output))
+        torch.multiprocessing.spawn(_work, arguments, nprocs=world)  # type: ignore[no-untyped-call]

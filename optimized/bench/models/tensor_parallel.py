@@ -1,0 +1,243 @@
+"""A Llama layer of 70 billion parameters' sizes that GPUs of one host share by tensor and sequence parallelism.
+
+    python -m optimized.bench.models.tensor_parallel --output tensor_parallel.json
+
+Forward and backward of one layer, 4096 tokens, without an optimizer. "Alone": each GPU has the whole layer. Of ours
+that ranks share, two more times: "without communication" is the step in which nothing is sent, with whatever is in the
+memory where something would have been received; "communication alone" is all that a step sends, in its order, and
+nothing between. NCCL's channels of a send or a receive are chosen when ranks start, so each choice is a start of its
+own. PyTorch's layer has bf16 weights and torch.compile, and is shared by `parallelize_module`.
+
+Ours runs without tapes: at this size the GPU is the slower one.
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+import optimized as te
+from optimized import measure
+from optimized.bench.layers.layer_models import Case
+from optimized.bench.models import on_ranks
+from optimized.bench.models.on_ranks import Benchmark, Row, Step, Turn, timed
+from optimized.tapes import call_groups
+from reference.parallel import ordered_reduce
+from reference.support import groups
+
+WHAT = "ms of forward and backward of a Llama layer that several GPUs share"
+KERNELS = (
+    "attention",
+    "attention_backward",
+    "attention_backward_ends",
+    "cast_transpose",
+    "gemm_fp8",
+    "gemm_fp8_part",
+    "end_gemm",
+)
+CASE = Case("Llama 70B", 8192, 28672, 64, 4096, 1, torch.bfloat16, True, 0.0, llama=True, kv_heads=8)
+Call = tuple[Callable[..., Any], list[Any]]
+
+
+class Way(NamedTuple):
+    """Who computes the layer, whether ranks share it, and of ours into how many bands a sum over K is cut at most."""
+
+    ours: bool
+    shared: bool
+    bands: int = 0
+
+    @property
+    def name(self) -> str:
+        """As in a table."""
+        who = "Twin Engine, FP8" if self.ours else "PyTorch, compiled, bf16"
+        how = "tensor parallel" if self.shared else "alone"
+        return ", ".join([who, how] + [f"{self.bands} bands"] * (self.bands > 0))
+
+
+WAYS: dict[int | None, tuple[Way, ...]] = {  # by NCCL's channels; None: its own choice
+    None: (Way(True, False), Way(True, True, 8), Way(False, False), Way(False, True), Way(True, True, 4)),
+    8: (Way(True, True, 8), Way(True, True, 4)),
+    4: (Way(True, True, 8),),
+}
+
+
+class Attention(torch.nn.Module):
+    """PyTorch's attention, causal, with projections of their own, which can be shared."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.channels, kv = case.channels, (case.kv_heads or case.heads) * case.channels
+        self.wq, self.wo = (torch.nn.Linear(case.hidden, case.hidden, bias=False) for _ in range(2))
+        self.wk, self.wv = (torch.nn.Linear(case.hidden, kv, bias=False) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x and the result are `[batch, sequence, hidden]`."""
+        q, k, v = (w(x).unflatten(2, (-1, self.channels)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.wo(out.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+class Mlp(torch.nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.w1, self.w3 = (torch.nn.Linear(case.hidden, case.ffn, bias=False) for _ in range(2))
+        self.w2 = torch.nn.Linear(case.ffn, case.hidden, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x and the result are `[batch, sequence, hidden]`."""
+        return self.w2(torch.nn.functional.silu(self.w1(x)) * self.w3(x))  # type: ignore[no-any-return]
+
+
+class Layer(torch.nn.Module):
+    """h = x + attention(norm(x)); y = h + mlp(norm(h))."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = (torch.nn.RMSNorm(case.hidden, eps=1e-5) for _ in range(2))
+        self.attention, self.mlp = Attention(case), Mlp(case)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x and the result are `[batch, sequence, hidden]`, where ranks share the layer this rank's tokens."""
+        h = x + self.attention(self.norm1(x))
+        return h + self.mlp(self.norm2(h))  # type: ignore[no-any-return]
+
+
+def _share(layer: Layer, device: torch.device) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
+
+    plan: dict[str, Any] = {name: SequenceParallel() for name in ("norm1", "norm2")}
+    for name in ("attention", "mlp"):
+        plan[name] = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
+    plan |= {f"attention.{one}": ColwiseParallel() for one in ("wq", "wk", "wv")}
+    plan |= {f"mlp.{one}": ColwiseParallel() for one in ("w1", "w3")}
+    plan |= {name: RowwiseParallel(output_layouts=Shard(1)) for name in ("attention.wo", "mlp.w2")}
+    parallelize_module(layer, init_device_mesh(device.type, (dist.get_world_size(),)), plan)
+
+
+def _normal(weight: torch.Tensor) -> None:
+    torch.nn.init.normal_(weight, 0, 0.02)
+
+
+def _ours(case: Case, shared: bool, device: torch.device) -> Any:
+    options: dict[str, Any] = {"num_gqa_groups": case.kv_heads, "normalization": "RMSNorm", "activation": "swiglu"}
+    options |= {"bias": False, "hidden_dropout": case.dropout, "attention_dropout": case.dropout}
+    options |= {"params_dtype": case.dtype, "init_method": _normal, "output_layer_init_method": _normal}
+    options |= {"self_attn_mask_type": case.mask_type, "fuse_qkv_params": True, "device": device}
+    if shared:
+        options |= {"set_parallel_mode": True, "tp_group": dist.group.WORLD, "sequence_parallel": True}
+    return te.TransformerLayer(case.hidden, case.ffn, case.heads, **options)
+
+
+def stepper(way: Way, case: Case, device: torch.device) -> Step:
+    """Forward and backward of a way."""
+    torch.manual_seed(0)
+    layer: Any
+    tokens = case.tokens // (dist.get_world_size() if way.shared else 1)
+    if way.ours:
+        layer = run = _ours(case, way.shared, device)
+    else:
+        with device:
+            layer = Layer(case).to(case.dtype)
+        if way.shared:
+            _share(layer, device)
+        run = torch.compile(layer)
+    recipe = te.DelayedScaling(amax_history_len=16, amax_compute_algo="max", reduce_amax=way.shared)
+    shape = (tokens, 1, case.hidden) if way.ours else (1, tokens, case.hidden)
+    x = torch.randn(shape, device=device, dtype=case.dtype, requires_grad=True)
+    grad = torch.randn_like(x)
+
+    def step() -> None:
+        with te.autocast(enabled=way.ours, recipe=recipe):
+            y = run(x)
+        y.backward(grad)
+        layer.zero_grad(set_to_none=True)
+        x.grad = None
+
+    return step
+
+
+def _calls(step: Step) -> list[Call]:
+    """What a step communicates, with its tensors, which stay alive."""
+    found: list[Call] = []
+    usual = groups._run
+
+    def noted(function: Callable[..., Any], args: list[Any]) -> None:
+        found.append((function, args))
+        usual(function, args)
+
+    with mock.patch.object(groups, "_run", noted):
+        step()
+    return found
+
+
+def _only_shapes(function: Callable[..., Any], args: list[Any]) -> None:
+    """Nothing is sent but what the host reads: shapes that ranks compare."""
+    if isinstance(args[0], torch.Tensor) and args[0].dtype == torch.int64:
+        function(*args)
+
+
+def _communication(step: Step, device: torch.device) -> Row:
+    """The times without communication and of it alone, and how many bytes a rank's calls have."""
+    calls = _calls(step)
+
+    def alone() -> None:
+        for function, args in calls:
+            function(*args)
+
+    row: Row = {"communication alone": measure.spread(timed(alone, device))}
+    # A list is what a call waits for.
+    row["bytes"] = sum(args[0].nbytes for _, args in calls if isinstance(args[0], torch.Tensor))
+    calls.clear()
+    with mock.patch.object(groups, "_run", _only_shapes):
+        row["without communication"] = measure.spread(timed(step, device))
+    return row
+
+
+def measured(contestant: tuple[Way, Case], device: torch.device) -> Row:
+    """Of a way: ms of its steps, and of ours that ranks share what communication costs."""
+    way, case = contestant
+    bands = way.bands or ordered_reduce.BANDS
+    with mock.patch.object(call_groups, "LARGEST", -1), mock.patch.object(ordered_reduce, "BANDS", bands):
+        step = stepper(way, case, device)
+        row: Row = {"ms": measure.spread(timed(step, device))}
+        return row | (_communication(step, device) if way.ours and way.shared else {})
+
+
+def run(
+    output: str,
+    world: int = 2,
+    kind: str = "cuda",
+    case: Case = CASE,
+    ways: dict[int | None, tuple[Way, ...]] = WAYS,
+    seconds: float = 120,
+) -> None:
+    """Measure on `world` ranks; no contestant begins later than `seconds`. All ways, in one JSON."""
+    end = time.time() + seconds
+    benchmark = Benchmark(WHAT, KERNELS, {"tokens": case.tokens, "hidden": case.hidden}, measured)
+    on_ranks.start(output, benchmark, world)
+    for channels, some in ways.items():
+        chosen = {} if channels is None else {"NCCL_MAX_P2P_NCHANNELS": str(channels)}
+        turns = [Turn({"way": way.name, "channels": channels or "NCCL's choice"}, (way, case)) for way in some]
+        on_ranks.run(output, benchmark, turns, world, kind, end, chosen)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=WHAT)
+    parser.add_argument("--output", default="tensor_parallel.json")
+    parser.add_argument("--seconds", type=float, default=120, help="no contestant begins later")
+    given = parser.parse_args()
+    run(given.output, seconds=given.seconds)

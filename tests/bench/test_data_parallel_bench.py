@@ -1,0 +1,16 @@
+"""The benchmark of several GPUs, small, on two gloo ranks."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from optimized.bench.models import data_parallel
+
+
+def test_each_way_of_ours_makes_steps(tmp_path: Path) -> None:
+    case = replace(data_parallel.CASE, hidden=32, ffn=64, heads=2, sequence=16, batch=1)
+    ways = tuple(way for way in data_parallel.WAYS if way.ours)
+    data_parallel.run(str(tmp_path / "found.json"), 2, "cpu", case, (1,), ways)
+    rows = json.loads((tmp_path / "found.json").read_text())["rows"]
+    assert [row["way"] for row in rows] == [way.name for way in ways]
+    assert all(row["ms"]["median"] > 0 for row in rows), rows
