@@ -60,3 +60,12 @@ def calls(c: Inputs) -> Calls:
     yield _call(c, 128, (1, 7), (150, 7))
     yield _call(c, 128, (1, 40), (150, 129))
     yield _call(c, 128, (0, 0), (0, 0))
+
+
+def sized(c: Inputs, rows: int, cols: int) -> Calls:
+    columns = 1 + cols // 128
+    (k, k_scales), (v, v_scales) = (_in_codes(c.normal(columns, 128, 1, 16)) for _ in range(2))
+    table = torch.arange(columns, dtype=torch.int32, device=c.device)[None]
+    where = (int32(c, rows), int32(c, cols), int32(c, 0, rows), rows, cols)
+    args = (c.normal(rows, 2, 16), k, v, k_scales, v_scales, table, 0.25, "none", -1, -1, *where, None)
+    yield Call(twin.attention_paged_codes, args)
