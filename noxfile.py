@@ -101,10 +101,10 @@ def notebooks(session: nox.Session) -> None:
 
 @nox.session
 def site(session: nox.Session) -> None:
-    """The site, in site/; a broken link fails. `-- -m slow` visits all pages in Chromium, minutes."""
+    """The site, in site/; a broken link fails. `-- -k whole` visits all pages in Chromium, minutes."""
     _install(session, "-e", ".[dev,site]")
     session.run("mkdocs", "build", "--strict")
-    which = session.posargs or ["-m", "not slow"]
+    which = session.posargs or ["-k", "not whole"]
     session.run("pytest", "--quiet", "tests/pages/test_site.py", "--site", "site", *which)
 
 

@@ -17,7 +17,7 @@ from optimized import bench, measure
 from optimized.bench import Payload
 from optimized.bench.kernels import gemm
 from optimized.bench.layers import layer_tables, rowwise_torchao, small_layers
-from optimized.bench.models import seeds, train, trainer
+from optimized.bench.models import generator, seeds, train, trainer
 from optimized.bench.table import Table, about
 from optimized.commands import tested
 from reference.support import files
@@ -67,7 +67,10 @@ DETAILS = {  # more tables of a result
     "layer_ops": ("layer", layer_tables.layer_ops),
     "layer_memory": ("layer", layer_tables.layer_memory),
 }
-README_RESULTS = ("layer", "small_layers", "train", "trainer", "gemm", "seeds", "gemm_equality", "rowwise_torchao")
+README_RESULTS = (
+    *("layer", "small_layers", "train", "trainer", "generator", "gemm"),
+    *("seeds", "gemm_equality", "rowwise_torchao"),
+)
 """The results that README's rows show and that depend on kernels."""
 
 
@@ -222,7 +225,10 @@ def summary() -> str:
     if layers is None or products is None:
         return "Nothing has been recorded yet."
     old = outdated()
-    builders = {"small_layers": small_layers.summary, "train": train.summary, "trainer": trainer.summary}
+    builders = {
+        **{"small_layers": small_layers.summary, "train": train.summary, "trainer": trainer.summary},
+        "generator": generator.summary,
+    }
     shown = (_built(name, build) or () for name, build in builders.items() if name not in old)
     rows = [*layers, *(row for one in shown for row in one), products]
     how = "How many times faster FP8 is here than others in the same run; [all results](docs/results.md)."

@@ -107,7 +107,6 @@ def address(site: Path) -> Iterator[str]:
         yield where
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(chromium.found() is None, reason=chromium.MISSING)
 def test_every_page_is_whole_on_a_phone_and_a_screen(site: Path, tmp_path: Path) -> None:
     done = visit_site.visit(site, tmp_path, code=False)  # the tool visits source files, too

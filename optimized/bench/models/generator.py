@@ -23,7 +23,7 @@ import importlib.util
 import itertools
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -48,6 +48,7 @@ PAIRS = (*itertools.product((1, 32, 256), (512, 2048, 8192)), (1, LONGEST))  # b
 THEIR_PAIRS = ((1, 2048), (32, 2048), (256, 2048), (1, 8192), (32, 8192), (32, 512), (1, 512), (256, 512), (256, 8192))
 REPEATS, STEPS, UNCOUNTED = 5, 10, 2  # blocks, the steps of each, and steps at its beginning that are not counted
 TOGETHER = 60 << 30  # bytes of caches up to which contestants take turns
+SHOWN = 512  # README's context
 SECONDS, COMPILING = 200.0, 70.0  # of the whole run, and of Hugging Face's part
 OURS, OURS_16 = "Twin Engine, FP8", "Twin Engine, bf16"
 LOOP, LOOP_16 = "PyTorch, FP8, CUDA graph", "PyTorch, bf16, CUDA graph"
@@ -302,10 +303,10 @@ def _decoding_tables(payload: Payload) -> Iterator[Table]:
     sizes, version = payload["sizes"], payload["transformers"]
     how = (
         f"Tokens a second of `te.Generator` with CUDA graphs and of others, {sizes['layers']} layers of Llama 3 8B's "
-        f"shape and {sizes['vocabulary']:,} tokens to choose from, greedy; the last columns are ours over the better "
-        "of the others."
+        f"shape and {sizes['vocabulary']:,} tokens to choose from, greedy; the last columns divide Twin Engine's "
+        "by the better of the others."
     )
-    note = "Plain PyTorch has compiled norms and flash decoding; ours gives log-probabilities, too."
+    note = "Plain PyTorch has compiled norms and flash decoding. Twin Engine also gives log-probabilities."
     note += f" Hugging Face is transformers {version}; – is not measured, for lack of time." if version else ""
     if cells:
         yield table(payload, "Decoding with te.Generator", ("", *names, "FP8", "bf16"), cells, how, note)
@@ -344,3 +345,22 @@ def tables(payload: Payload) -> list[Table]:
         )
         found.append(table(payload, "A cache in pages", ("", "cache, GiB", "at most, GiB"), rows, how))
     return found
+
+
+def summary(payload: Payload) -> list[tuple[str, str, str, str]]:
+    """README's row: tokens a second after 512 tokens, by batch, beside the others."""
+    speeds: dict[str, dict[int, float]] = {}
+    for row in payload["rows"]:
+        if row["context"] == SHOWN:
+            speeds.setdefault(row["name"], {})[row["batch"]] = row["tokens_per_second"]
+    mine = speeds[OURS]
+    others = {name: speeds[name] for name in (LOOP_16, THEIRS) if mine.keys() <= speeds.get(name, {}).keys()}
+
+    def each(values: Iterable[float], form: str) -> str:
+        return ", ".join(format(value, form) for value in values)
+
+    batches = each(mine, "d")
+    what = f"decoding with `te.Generator`, {payload['sizes']['layers']} layers of Llama 3 8B; batches of {batches}"
+    beside = "; ".join(f"{name}: {each((one[n] for n in mine), ',.0f')}" for name, one in others.items())
+    faster = "; ".join(f"{each((mine[n] / one[n] for n in mine), '.2f')}×" for one in others.values())
+    return [(what, f"{each(mine.values(), ',.0f')} tokens/s", beside, faster)]
