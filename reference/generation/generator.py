@@ -469,7 +469,9 @@ class Generator:
             rows = dict(zip((one.name for one in flight.requests), range(len(flight.requests)), strict=True))
             at = [rows[name] for name in self.running]
             at += at[:1] * (rows_of(len(at), self.cache.max_batch_size) - len(at))
-            tokens = flight.tokens.index_select(0, pinned.sent(torch.tensor(at, device="cpu"), self.cache.device))
+            tokens = flight.tokens.index_select(
+                0, pinned.sent(torch.tensor(at, dtype=torch.int64, device="cpu"), self.cache.device)
+            )
         positions = [len(one.text) + 1 for one in requests]
         each = self._graphed(tokens, [one.sampling for one in requests], positions, self.cache)
         return self._started(requests, [1] * len(requests), {}, each, True)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from optimized import measure
 from optimized.bench import Payload
+from reference.support import files
 
 STEPS, WARM_UP = 8, 4
 Row = dict[str, Any]
@@ -113,7 +114,7 @@ def _work(
             payload = json.loads(output.read_text())
             payload["rows"].append(row)
             payload |= {"provenance": measure.provenance(benchmark.kernels)} if kind == "cuda" else {}
-            output.write_text(json.dumps(payload, indent=1) + "\n")
+            files.write(output, json.dumps(payload, indent=1) + "\n")
             print(_shown(turn, row), flush=True)
         if "error" in row:  # others may wait in a collective: the rest is not to be trusted
             break
@@ -124,7 +125,7 @@ def _work(
 def start(output: str, benchmark: Benchmark, world: int) -> None:
     """A result without rows."""
     payload = {"what": benchmark.what, "ranks": world, **benchmark.found, "rows": []}
-    Path(output).write_text(json.dumps(payload, indent=1) + "\n")
+    files.write(Path(output), json.dumps(payload, indent=1) + "\n")
 
 
 def run(

@@ -87,6 +87,7 @@ class FixedStep:
         many = len(self._host) if changed else self._changing
         pinned.fill(self._device[:many], self._host[:many])
         if isinstance(tokens, list):
-            pinned.fill(self.tokens, torch.tensor(tokens + tokens[:1] * (self.rows - count), device="cpu"))
+            padded = tokens + tokens[:1] * (self.rows - count)
+            pinned.fill(self.tokens, torch.tensor(padded, dtype=torch.int64, device="cpu"))
         elif tokens is not None:
             self.tokens.copy_(tokens)
