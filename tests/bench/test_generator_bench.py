@@ -73,7 +73,7 @@ def test_the_speed_is_compared_with_the_better_of_the_others() -> None:
         "provenance": {"date": "2026-01-02T03:04:05", "cuda": "13", "torch": "2", "cupy": "14", "kernels": {}},
     }
     decoding, price = generator.tables(payload)
-    assert decoding.rows == (("batch 1, 2,048 tokens", "500", "250", "333", "200", "1.50×", "0.75×"),)
+    assert decoding.rows == (("batch 1, 2,048 tokens", "500", "250", "1,000", "333", "200", "1.50×", "0.75×"),)
     assert price.rows == (("2,048 tokens", "2.00×", "1.33×", "90", "30", "45", "3.0×"),)
 
 
