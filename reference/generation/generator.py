@@ -36,7 +36,7 @@ one before it has found. A next step of one token of each running sequence needs
 Any other one, as for a request that can be admitted, for a page that somebody has to give up, or where a sequence gets
 its last token, is launched when the one before has been read. A sequence of which a stop token is read has another step
 on its way. What that finds is dropped; the keys that it writes lie behind the text's, where nobody reads them before
-they are written again. It draws by the sequence's own seed and length, so no other draw is another one.
+they are written again. It draws by the sequence's own seed and length, so no other draw changes.
 """
 
 from collections import deque
@@ -139,8 +139,8 @@ class Generator:
         fp8_kv: the cache has FP8 codes of keys and values (`reference.nn.attentions.fp8_keys_values`); None is as
             `te.keys_and_values_in_fp8` has set the model's attention, so that its trainer computes the same words.
         cuda_graphs: replay steps of one token from a CUDA graph for each batch size, rounded up to a power of two.
-            `forward` must not wait for the GPU, and weights must stay where they are. Pages that are gathered (other
-            sizes than multiples of 128, and fp8_kv) are so up to max_sequence_length. On a CPU such steps read the
+            `forward` must not wait for the GPU, and weights must stay where they are. Pages whose size
+            is no multiple of 128 are gathered up to max_sequence_length. On a CPU such steps read the
             same fixed tensors, without a graph. Without drafts `step` then returns tokens one call later.
 
     Attributes:
@@ -291,16 +291,22 @@ class Generator:
         ]
 
     def evict(self, name: int) -> None:
-        """Let a running request give up its pages and wait at the front of the queue; no word of its text changes."""
-        one = self.running[name]
-        self._read()
-        if self.running.pop(name, None) is None:
-            return  # that was its last token
-        self.waiting.appendleft(one)
-        self._leave(name)
+        """Let a running request give up its pages and wait at the front of the queue; no word of its text changes.
+
+        A request that waits, or has its last token, stays as it is. After an error all requests wait again.
+        """
+        try:
+            self._read()  # which may find the last token of any request
+        except BaseException:
+            self.forget()
+            raise
+        one = self.running.pop(name, None)
+        if one is not None:
+            self.waiting.appendleft(one)
+            self._leave(name)
 
     def cancel(self, name: int) -> None:
-        """Forget a request that is running or waits; one that is done already stays so."""
+        """Forget a request that is running or waits, and its tokens that no call has returned yet."""
         if self.running.pop(name, None) is not None:
             self._leave(name)
         self.waiting = deque(one for one in self.waiting if one.name != name)
@@ -317,16 +323,21 @@ class Generator:
 
         Their next tokens then follow on keys and values of the new weights.
         """
+        waiting = {one.name for one in self.waiting}  # an error in between leaves a request in both
         for name in list(self.running)[::-1]:
-            self.waiting.appendleft(self.running.pop(name))
+            one = self.running.pop(name)
+            if name not in waiting:
+                self.waiting.appendleft(one)
         self._kept.clear()
         self.cache.reset()
         self._stuck = None
-        if self._flight is not None:
-            flight, self._flight = self._flight, None
-            flight.found.wait()  # it reads what a graph has
-        if self._graphed is not None:
-            self._graphed.forget()
+        flight, self._flight = self._flight, None
+        try:
+            if flight is not None:
+                flight.found.wait()  # it reads what a graph has
+        finally:
+            if self._graphed is not None:
+                self._graphed.forget()
 
     # --- a step --------------------------------------------------------------------------------------
 
@@ -334,9 +345,9 @@ class Generator:
     def step(self) -> list[Token]:
         """Admit requests, run one forward, and return the tokens that it has found; nothing without requests.
 
-        With `cuda_graphs` and without drafts the forward is launched, and the tokens returned are those of the forward
-        of the call before: the first call returns none, and the last one launches none. `busy` is True until all tokens
-        were returned.
+        With `cuda_graphs` and without drafts a call launches a forward and returns the tokens of the one that the call
+        before had launched. `busy` is True until all tokens were returned. After a stop token a forward may still be on
+        its way, whose tokens nobody takes.
 
         After an error all requests wait again, with what they have.
         """

@@ -11,8 +11,8 @@ A step is the forward, the draw of each row's next token and its loss. It writes
 the next step reads its own, so that this one can be launched before anybody has seen them.
 
 A graph is of one setting of `te.autocast` and of `torch.autocast`, and of one way to draw: the likeliest tokens alone,
-draws, or draws of which some rows have limits (`Drawing`). Losses lie in the memory that all graphs share: they are
-those of the last step. The words are those of the step without a graph, since a row depends on no other row, and
+draws, or draws of which some rows have limits (`Drawing`). The next replay overwrites
+losses. The words are those of the step without a graph, since a row depends on no other row, and
 neither on how many there are.
 """
 
@@ -70,7 +70,7 @@ class GraphedStep:
         positions: list[int],
         cache: InferenceParams,
     ) -> Found:
-        """The token after the next one of each sequence, which `pre_step` has said. Nobody waits for the GPU.
+        """The token that follows on the new one of each sequence, which `pre_step` has said. Nobody waits for the GPU.
 
         Args:
             tokens: as `InferenceParams.hold` takes them.

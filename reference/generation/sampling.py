@@ -154,5 +154,14 @@ def next_tokens(logits: torch.Tensor, drawing: Drawing | None) -> tuple[torch.Te
 
 
 def sample(logits: torch.Tensor, settings: Sequence[Sampling], positions: Sequence[int]) -> torch.Tensor:
-    """Tokens int64 `[rows]` that follow on sequences of `positions` tokens, from logits `[rows, V]`; contiguous."""
+    """Tokens int64 `[rows]` that follow on sequences of `positions` tokens, from logits `[rows, V]`; contiguous.
+
+    Raises:
+        ValueError: there are not as many settings, or positions, as rows.
+    """
+    if not len(settings) == len(positions) == len(logits):
+        raise ValueError(
+            f"sample: {len(settings)} settings and {len(positions)} positions of {len(logits)} rows; as many are "
+            "accepted."
+        )
     return next_tokens(logits, drawing_of(settings, positions, logits.device))[0]

@@ -8,12 +8,12 @@ import torch
 
 
 def sent(x: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy of a tensor of the CPU on a device."""
+    """A tensor of the CPU on a device; itself where that is the CPU."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
 def fill(target: torch.Tensor, x: torch.Tensor) -> None:
-    """Copy a tensor of the CPU to where `target` lies; x may be changed at once."""
+    """Copy a tensor of the CPU to where `target` lies; x, which is not pinned, may be changed at once."""
     target.copy_(x.pin_memory() if target.is_cuda else x, non_blocking=True)
 
 

@@ -160,3 +160,11 @@ def test_the_likeliest_token_is_what_a_draw_gives() -> None:
     both = sample(torch.cat([logits, logits[:1]]), [*greedy, Sampling(1.0)], range(6))
     assert alone.tolist() == both[:5].tolist() == [1, 1, 0, 0, 1]
     assert alone.dtype == both.dtype == torch.int64
+
+
+@pytest.mark.parametrize(("rows", "settings", "positions"), [(5, 1, 1), (1, 5, 1), (2, 2, 1)])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_each_row_has_a_setting_and_a_position(temperature: float, rows: int, settings: int, positions: int) -> None:
+    sentence = f"^sample: {settings} settings and {positions} positions of {rows} rows; as many are accepted.$"
+    with pytest.raises(ValueError, match=sentence):
+        sample(torch.zeros(rows, 10), [Sampling(temperature)] * settings, [1] * positions)

@@ -217,6 +217,49 @@ def test_an_error_loses_no_word() -> None:
             assert words[name] == alone(model, prompt, 3 + i, te.Sampling(0.9, seed=i))
 
 
+def test_who_is_evicted_may_have_ended_with_the_step_on_its_way() -> None:
+    model = model_of("plain")
+    made = generator(model)
+    names = [made.add(prompt, 2) for prompt in ([2, 3], [4, 5, 6])]
+    words = [*made.step(), *made.step()]
+    for name in names:  # the first reads the last token of both
+        made.evict(name)
+    while made.busy:
+        words += made.step()
+    for name, prompt in zip(names, ([2, 3], [4, 5, 6]), strict=True):
+        assert [one.token for one in words if one.name == name] == alone(model, prompt, 2, te.Sampling())
+    made.evict(names[0])  # it is done, and stays so
+    assert not made.busy
+
+
+@pytest.mark.parametrize("where", ["evict", "step", "_fits"])
+def test_an_error_in_between_leaves_each_request_once(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the generator goes on, with every word."""
+    model, prompts = model_of("plain"), ([2, 3], list(range(2, 22)))
+    made = generator(model)
+    names = [made.add(prompt, 5) for prompt in prompts]
+    words: list[Token] = []
+    if where != "_fits":
+        words += [*made.step(), *made.step()]
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        if where == "_fits":
+            patched.setattr(made, "_fits", fails)
+        else:
+            patched.setattr(pinned.Fetched, "wait", fails)
+        with pytest.raises(KeyboardInterrupt):
+            made.evict(names[0]) if where == "evict" else made.step()
+        assert not made._graphed._graphs  # type: ignore[union-attr]
+    assert [one.name for one in made.waiting] == names
+    while made.busy:
+        words += made.step()
+    for name, prompt in zip(names, prompts, strict=True):
+        assert [one.token for one in words if one.name == name] == alone(model, prompt, 5, te.Sampling())
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("in_fp8", [False, True])
 def test_a_gpu_gives_the_same_words_with_stops_and_few_slots(in_fp8: bool) -> None:
