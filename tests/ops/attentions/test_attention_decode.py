@@ -166,6 +166,7 @@ def test_codes_are_read_where_they_lie(when: int) -> None:
         (1, numbers(1, 15, 128, 2, 64), "k must be torch.float8_e4m3fn [pages, page_size, key heads, head_dim]"),
         (3, torch.ones(15, 128), "k_scales must be contiguous torch.float32 [15, 128, 2] on cpu; got"),
         (4, torch.ones(15, 128, 2, dtype=torch.float64), "v_scales must be contiguous torch.float32 [15, 128, 2]"),
+        (5, int32(0, 1), "page_table must be contiguous torch.int32 [5, 3 or more] on cpu, with pages for longest_kv="),
         (5, torch.full((5, 3), 15, dtype=torch.int32), "page_table[0, 0] is 15; 0 to 14 are accepted."),
     ],
 )
@@ -174,6 +175,25 @@ def test_what_is_refused(place: int, wrong: torch.Tensor, sentence: str) -> None
     given[place] = wrong
     with pytest.raises((ValueError, IndexError), match="^twin::attention_paged_codes: " + re.escape(sentence)):
         twin.attention_paged_codes(*given)
+
+
+@pytest.mark.parametrize(
+    ("kept", "sentence"),
+    [
+        ((slice(14), slice(None)), "k and v must have the same pages and page_size; got [15, 128] and [14, 128]."),
+        ((slice(None), slice(64)), "k and v must have the same pages and page_size; got [15, 128] and [15, 64]."),
+        ((slice(0), slice(None)), "k and v must have the same pages and page_size; got [15, 128] and [0, 128]."),
+    ],
+)
+def test_pages_of_keys_and_of_values_are_as_many(kept: tuple[slice, slice], sentence: str) -> None:
+    given = of_codes(in_pages(2, 64, 64, 128, "none", (-1, -1), False))
+    given[2], given[4] = given[2][kept].contiguous(), given[4][kept].contiguous()
+    with pytest.raises(ValueError, match="^twin::attention_paged_codes: " + re.escape(sentence)):
+        twin.attention_paged_codes(*given)
+    given[1], given[3] = given[1][:0], given[3][:0]
+    if not given[2].numel():
+        with pytest.raises(ValueError, match=r"^twin::attention_paged_codes: k must be contiguous .* a page at least"):
+            twin.attention_paged_codes(*given)
 
 
 @pytest.mark.simulated
