@@ -281,3 +281,31 @@ def test_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not takes(b=3)
     monkeypatch.setattr(attention_decode, "LEAST_KEYS", 129)
     assert not takes()
+    monkeypatch.setattr(attention_decode, "MOST_BYTES", 2 * 2 * 3 * 4 * 516)  # b · hkv · blocks · rows
+    assert takes(sq=4, skv=384)
+    assert takes(group=2, sq=2, skv=257)
+    assert not takes(sq=4, skv=385)
+    assert not takes(sq=5, skv=384)
+
+
+def test_scores_of_a_whole_gpu_stay_below_the_limit() -> None:
+    """Of 132 key heads with 32 rows, up to 15 Ki keys."""
+    q, k = (torch.empty(132, 1, n, 64, dtype=torch.bfloat16, device="meta") for n in (32, 15 * 1024))
+    options = Options(0.125, "none", -1, -1, None, 0.0)
+    assert attention_decode.takes(q, k, options, 132)
+    k = torch.empty(132, 1, 16 * 1024, 64, dtype=torch.bfloat16, device="meta")
+    assert not attention_decode.takes(q, k, options, 132)
+
+
+@pytest.mark.simulated
+def test_beyond_the_limit_another_kernel_has_the_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(b=2, hkv=2, group=2, sq=2, skv=300, d=64)
+    given = inputs(case)
+    monkeypatch.setattr(attention_decode, "MOST_BYTES", 2 * 2 * 3 * 4 * 516 - 1)
+    expected = forward(case, given)
+    with Simulator() as gpu:
+        found = forward(case, given)
+    assert gpu.launches
+    assert not any("attention_decode" in name for name in gpu.launches)
+    for one, other in zip(expected, found, strict=True):
+        assert_same_bits(one, other)
