@@ -73,17 +73,17 @@ class StateAgain:
             list(chain.from_iterable([one.values() for one in each if one])) for each in dicts
         )
         keys.append(children)
-        keys.append([len(one) for each in dicts for one in each])
+        keys.append(list(map(len, chain.from_iterable(dicts))))
         given = [p for p in parameters if p is not None]
         tensors: list[Any] = [*parameters, *buffers]
         tensors += [p.grad for p in given]
         tensors += [getattr(p, "main_grad", None) for p in given]
         metas: list[Any] = [m.__dict__.get("fp8_meta") for m in modules]
-        for meta in metas:
-            keys.append([key for key in KEYS if meta and meta.get(key) is not None])
-            for key in keys[-1]:
-                one = meta[key]
-                tensors += (one.scale, one.amax_history)
+        held = [(i, key) for i, meta in enumerate(metas) if meta for key in KEYS if meta.get(key) is not None]
+        keys.append(held)
+        for i, key in held:
+            one = metas[i][key]
+            tensors += (one.scale, one.amax_history)
         tensors += [one.state for one in self._generators]
         if not set(map(type, tensors)) <= _PLAIN:
             parts = [[("", x)] if type(x) in _PLAIN else list(parts_of("", x)) for x in tensors]
