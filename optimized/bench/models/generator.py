@@ -9,7 +9,8 @@ run one after the other. Hugging Face's forward is compiled for each size, so it
 there is time: compilation has `COMPILING` seconds at most.
 
 **Attention** of one query of each head with all keys of one sequence, alone: sixteen calls in a CUDA graph, each with
-keys of its own, so that L2 does not hold them. Ours walks along the keys of a head in order, in one block of threads.
+keys of its own, so that L2 does not hold them. Ours scores keys of a head side by side, and goes along its chain of
+outputs in order, one block of threads for 64 channels.
 
 **Memory** of caches for sequences of mixed lengths, in pages and without: the bytes of their tensors, and the most that
 torch's allocator held beside the weights until a step of one token each had run.

@@ -2,6 +2,11 @@
 
 The words are those of `reference.ops.attentions.attention`: what the kernels share among blocks of threads, the written
 order leaves free. `attend` of `optimized.ops.attentions.attention` takes it where `takes` says so.
+
+Scores, and the largest of each row, are in memory between the two kernels: b · hkv · ceil(keys / 128) · rows · 516
+bytes, rows being the queries of a group's heads. Keys of 16 bits take it up to `MOST_BYTES` of them; attention.cu has
+the same words and no scores in memory. Codes have no such limit: otherwise they are dequantized, which takes 4 bytes
+for each channel of a key and its value where scores take 4 for each row, of which there are `ROWS[-1]` at most.
 """
 
 import functools
@@ -20,6 +25,7 @@ from reference.ops.random.dropout import threshold
 FORMATS = {torch.bfloat16: "BF16", torch.float16: "FP16"}
 ROWS = (8, 16, 32)  # of a key head that kernels are compiled for: the queries of a group's heads
 LEAST_KEYS = 1024  # fewer keys take one launch of attention.cu
+MOST_BYTES = 256 << 20  # of scores
 WAVES = 1  # key heads of all sequences a multiprocessor, above which attention.cu is busy everywhere
 SCORE_STAGES, CHAIN_STAGES, GROUPS = 3, 6, 4  # kScoreStages, kChainStages, kGroups of the kernel file
 SCORE_THREADS, CHAIN_THREADS = 160, 128 + 4 * 64 + 32
@@ -75,10 +81,17 @@ def can(q: torch.Tensor, k: torch.Tensor, options: Options) -> bool:
     return 0 < rows_of(q, k, options) <= ROWS[-1] and not options.biased and not threshold(options.dropout)
 
 
-def takes(q: torch.Tensor, k: torch.Tensor, options: Options, processors: int) -> bool:
-    """Whether they do: many keys, and fewer heads than keep the GPU busy."""
+def bytes_of_scores(q: torch.Tensor, k: torch.Tensor, options: Options) -> int:
+    """Memory between the two kernels."""
     b, _, heads, _, skv = sizes(q, k, options)
-    return can(q, k, options) and skv >= LEAST_KEYS and b * heads <= WAVES * processors
+    return b * heads * -(-skv // BLOCK) * rows_of(q, k, options) * (BLOCK + 1) * 4
+
+
+def takes(q: torch.Tensor, k: torch.Tensor, options: Options, processors: int) -> bool:
+    """Whether they do: many keys, fewer heads than keep the GPU busy, and scores that take little memory."""
+    b, _, heads, _, skv = sizes(q, k, options)
+    many = skv >= LEAST_KEYS and b * heads <= WAVES * processors
+    return many and can(q, k, options) and bytes_of_scores(q, k, options) <= MOST_BYTES
 
 
 def tensor_map(x: torch.Tensor) -> TensorMap:

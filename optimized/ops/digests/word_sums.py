@@ -1,4 +1,4 @@
-"""`twin::word_sums` on the GPU: kernels/digests/word_sums.cu, one launch.
+"""`twin::word_sums` on the GPU: kernels/digests/word_sums.cu, 1,024 tensors a launch.
 Semantics: `reference.ops.digests.word_sums`."""
 
 import numpy as np

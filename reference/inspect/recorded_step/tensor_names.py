@@ -4,11 +4,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from reference.float8.kept_tensor import KeptTensor
 from reference.inspect.recorded_step.ops import has_numbers
 from reference.nn.core.dropout import Generator
 from reference.state.scaling import KEYS
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def named_tensors(
@@ -20,7 +23,7 @@ def named_tensors(
     """
     seen: set[tuple[int, int]] = set()
     for _, name, owner, x in every_named(model, optimizer, gradients):
-        if not has_numbers(x):
+        if type(x) not in _PLAIN or not has_numbers(x):
             continue
         where = (x.untyped_storage()._cdata, int(x.storage_offset()))
         if name.endswith(".grad") or (x.numel() and where not in seen):
@@ -67,13 +70,36 @@ def every_named(
 
 
 def parts_of(name: str, x: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """A tensor, or those that it is made of."""
+    """A tensor, or those that it is made of; one that `why_unreadable` speaks of as it is."""
     if isinstance(x, KeptTensor):
         yield name, x.codes
         yield f"{name}_scale_inv", x._scale_inv
-    elif type(x) in (torch.Tensor, torch.nn.Parameter):
+    elif type(x) in _PLAIN:
         yield name, x.detach()
     elif hasattr(x, "__tensor_flatten__"):
         for inner in x.__tensor_flatten__()[0]:
             part = getattr(x, inner)
             yield from parts_of(name if inner == "_local_tensor" else f"{name}.{inner}", part)
+    elif isinstance(x, torch.Tensor):
+        yield name, x if is_lazy(x) else _plain(x)
+
+
+def _plain(x: torch.Tensor) -> torch.Tensor:
+    """The memory of a tensor of another class, as a tensor; the tensor itself where it has none of its own."""
+    with torch._C.DisableTorchFunctionSubclass(), torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
+        found = x.detach().as_subclass(torch.Tensor)  # type: ignore[arg-type]
+        dense = found.layout is torch.strided and not found.is_meta and not found.is_nested
+        return x if dense and found.numel() and not found.data_ptr() else found
+
+
+def why_unreadable(x: torch.Tensor) -> str | None:
+    """Why a part has no words to read, as the end of a sentence; None if it has."""
+    if is_lazy(x):
+        return "is uninitialized; a model whose lazy modules have been called once is accepted."
+    if type(x) not in _PLAIN:
+        return f"is a {type(x).__name__} without memory or __tensor_flatten__; tensors with one of them are accepted."
+    if x.layout is not torch.strided or x.is_meta or x.is_nested:
+        return f"is {'on the meta device' if x.is_meta else x.layout}; dense tensors with memory are accepted."
+    if x.is_conj() or x.is_neg():
+        return "is a view of conjugates or negatives; resolve_conj() and resolve_neg() give what is accepted."
+    return None

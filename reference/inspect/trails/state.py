@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from reference.inspect.recorded_step.tensor_names import every_named
+from reference.inspect.recorded_step.tensor_names import every_named, why_unreadable
 
 KINDS = ("gradients", "parameters", "buffers", "fp8", "optimizer")
 
@@ -39,7 +39,7 @@ def state_of(what: str, model: torch.nn.Module, optimizer: Any, kinds: tuple[str
     """Tensors by kind and name, kinds in the order of `KINDS`, of each the order of the model.
 
     Raises:
-        TypeError: one of them has no bytes to read: it is sparse, nested, or on the meta device.
+        TypeError: one of them has no bytes to read: it is sparse, nested, lazy, conjugate, or on the meta device.
     """
     found: dict[str, torch.Tensor] = {}
     seen: set[Any] = set()
@@ -48,11 +48,8 @@ def state_of(what: str, model: torch.nn.Module, optimizer: Any, kinds: tuple[str
         for its, name, _, x in named:
             if its != kind:
                 continue
-            if x.layout is not torch.strided or x.is_meta or x.is_nested:
-                raise TypeError(
-                    f"{what}: {kind}/{name} is {'on the meta device' if x.is_meta else x.layout}; dense tensors with "
-                    f"memory are accepted."
-                )
+            if why := why_unreadable(x):
+                raise TypeError(f"{what}: {kind}/{name} {why}")
             if not x.numel() or where(x) not in seen:
                 seen.add(where(x))
                 found[f"{kind}/{name}"] = x
@@ -86,7 +83,7 @@ def digest(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = Non
         Two runs are in the same state exactly if these are equal, random numbers of torch's aside.
 
     Raises:
-        TypeError: an argument is not accepted, or a tensor is sparse, nested or on the meta device.
+        TypeError: an argument is not accepted, or a tensor is sparse, nested, lazy, conjugate or on the meta device.
     """
     check("digest", model, optimizer)
     found = {}

@@ -23,7 +23,7 @@ class _Walk(NamedTuple):
     """What a model has, without names: of equal walks the names are equal, too.
 
     Attributes:
-        keys: of the modules' dictionaries, and the modules in them.
+        keys: of the modules' dictionaries, and the modules in them; how many each module has; of parts, their names.
         layouts: of each tensor, None where there is none.
         shared: of each tensor the first that begins at its address.
     """
@@ -73,24 +73,28 @@ class StateAgain:
             list(chain.from_iterable([one.values() for one in each if one])) for each in dicts
         )
         keys.append(children)
+        keys.append(list(map(len, chain.from_iterable(dicts))))
         given = [p for p in parameters if p is not None]
         tensors: list[Any] = [*parameters, *buffers]
         tensors += [p.grad for p in given]
         tensors += [getattr(p, "main_grad", None) for p in given]
         metas: list[Any] = [m.__dict__.get("fp8_meta") for m in modules]
-        for meta in metas:
-            for key in KEYS if meta else ():
-                one = meta.get(key)
-                tensors += (None, None) if one is None else (one.scale, one.amax_history)
+        held = [(i, key) for i, meta in enumerate(metas) if meta for key in KEYS if meta.get(key) is not None]
+        keys.append(held)
+        for i, key in held:
+            one = metas[i][key]
+            tensors += (one.scale, one.amax_history)
         tensors += [one.state for one in self._generators]
         if not set(map(type, tensors)) <= _PLAIN:
-            tensors = [
-                part for x in tensors for part in ([x] if type(x) in _PLAIN else [its for _, its in parts_of("", x)])
-            ]
+            parts = [[("", x)] if type(x) in _PLAIN else list(parts_of("", x)) for x in tensors]
+            keys.append([[name for name, _ in each] for each in parts])
+            tensors = [x for each in parts for _, x in each]
+            if not set(map(type, tensors)) <= _PLAIN:
+                return None, tensors  # `state_of` says why
         try:
             layouts = [None if x is None else (x.dtype, x.device, x.shape, x.stride()) for x in tensors]
-            pointers = [0 if x is None else x.data_ptr() for x in tensors]
-        except RuntimeError:  # sparse, or nested
+            pointers = [0 if x is None else x.data_ptr() or id(x) for x in tensors]  # 0: it is empty
+        except RuntimeError:  # sparse, nested or uninitialized
             return None, tensors
         first: dict[int, int] = {}
         return _Walk(keys, layouts, [first.setdefault(one, i) for i, one in enumerate(pointers)]), tensors

@@ -21,7 +21,7 @@ _PLAIN = {torch.Tensor, torch.nn.Parameter}
 def sums(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Digests of dense tensors of one device: int64 `[tensors, 3]` on it.
 
-    By one kernel on a Hopper GPU if `optimized` has been imported; elsewhere by torch's ops.
+    By a kernel on a Hopper GPU if `optimized` has been imported, 1,024 tensors a launch; elsewhere by torch's ops.
     """
     with torch.no_grad():
         plain = [x if type(x) in _PLAIN else words_of(x) for x in tensors]

@@ -56,17 +56,17 @@ def gathered(x: torch.Tensor, page_table: torch.Tensor, longest: int) -> torch.T
 
 
 def outputs(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, page_table: torch.Tensor, *rest: Any
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, page_table: torch.Tensor, *rest: Any, op: str = OP
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     for name, x in (("k", k), ("v", v)):
         if x.dim() != 4 or not x.is_contiguous() or 0 in x.shape[:2]:
             raise ValueError(
-                f"{OP}: {name} must be contiguous [pages, page_size, key heads, head_dim] with a page at least; got "
+                f"{op}: {name} must be contiguous [pages, page_size, key heads, head_dim] with a page at least; got "
                 f"{list(x.shape)}."
             )
     if k.shape[:2] != v.shape[:2]:
         raise ValueError(
-            f"{OP}: k and v must have the same pages and page_size; got {list(k.shape[:2])} and {list(v.shape[:2])}."
+            f"{op}: k and v must have the same pages and page_size; got {list(k.shape[:2])} and {list(v.shape[:2])}."
         )
     options = options_of(*rest)
     found = packed.outputs(q, k.flatten(0, 1), v.flatten(0, 1), *options)
@@ -81,7 +81,7 @@ def outputs(
         or page_table.device != q.device
     ):
         raise ValueError(
-            f"{OP}: page_table must be contiguous torch.int32 [{b}, {least} or more] on {q.device}, with pages for "
+            f"{op}: page_table must be contiguous torch.int32 [{b}, {least} or more] on {q.device}, with pages for "
             f"longest_kv={longest}; got {page_table.dtype} {list(page_table.shape)} on {page_table.device}."
         )
     return found

@@ -48,8 +48,12 @@ def outputs(
             )
         if not x.is_contiguous():
             raise ValueError(f"{OP}: {name} must be contiguous; got strides {x.stride()}.")
+    if k.shape[:2] != v.shape[:2]:
+        raise ValueError(
+            f"{OP}: k and v must have the same pages and page_size; got {list(k.shape[:2])} and {list(v.shape[:2])}."
+        )
     keys, values = (q.new_empty((min(1, len(x)), *x.shape[1:])) for x in (k, v))
-    return paged.outputs(q, keys, values, page_table, *rest)
+    return paged.outputs(q, keys, values, page_table, *rest, op=OP)
 
 
 def numbers_of(codes: torch.Tensor, scale_inv: torch.Tensor) -> torch.Tensor:

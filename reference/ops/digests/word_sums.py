@@ -6,11 +6,13 @@ of addition,
 
     digest = (sum of w,  sum of w · h(r) · h(2^32 + b),  sum of w · h(64 + c) · h(2^33 + b))
 
-Any way of cutting gives the same digest. Here row and column sums read each word twice and write little, and small
-tensors are read side by side, so a few dozen of torch's ops serve a whole model; the kernel reads each word once.
+Any way of cutting gives the same digest. Here row and column sums read each word twice and write little: two of torch's
+ops for each tensor of 4 MiB or more and for each further 64 MiB of it. The others are copied side by side, 64 MiB at a
+time, with three ops. In memory are then such a piece, its words as int64 (which is how torch sums them), and sums and
+products of 3/32 of all bytes. The kernel reads each word once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -24,7 +26,7 @@ SIDE = 64
 BLOCK = SIDE * SIDE  # words
 ROW, COLUMN = 1 << 32, 1 << 33
 _ALONE = 1 << 20  # words of a tensor that is worth ops of its own
-_BATCH = 1 << 24  # words that are copied side by side at a time: 64 MiB
+_BATCH = 1 << 24  # words that are copied side by side, or summed, at a time: 64 MiB
 
 
 def outputs(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -37,6 +39,11 @@ def outputs(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
             raise TypeError(f"{OP}: tensors[{i}] is {x.layout}; dense tensors are accepted.")
         if x.device != device:
             raise ValueError(f"{OP}: tensors[{i}] is on {x.device}, tensors[0] on {device}; one is accepted.")
+        if x.is_conj() or x.is_neg():
+            raise TypeError(
+                f"{OP}: tensors[{i}] is a view of conjugates or negatives; resolve_conj() and resolve_neg() give "
+                f"what is accepted."
+            )
     return torch.empty(len(tensors), 3, dtype=torch.int64, device=device)
 
 
@@ -62,7 +69,7 @@ def _layout(sizes: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor,
     blocks = [-(-n // BLOCK) for n in sizes]
     ids = np.repeat(np.arange(len(sizes)), blocks)
     places = np.concatenate([np.arange(n) for n in blocks]) if sizes else np.zeros(0, np.int64)
-    # Large tensors' whole blocks come first, and then the others' and the rests, as in `_blocks_of`.
+    # Large tensors' whole blocks come first, and then the others' and the rests, as in `_pieces_of`.
     whole = np.array([_whole(size) for size in sizes], np.int64)
     order = np.argsort(places >= whole[ids], kind="stable")
     ids, places = ids[order], places[order].astype(np.uint64)
@@ -78,14 +85,14 @@ def _whole(words: int) -> int:
     return words // BLOCK if words >= _ALONE else 0
 
 
-def _blocks_of(all_words: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors' blocks `[blocks, 64, 64]`, in pieces."""
-    found, waiting, count = [], [], 0
-    zeros = torch.zeros(BLOCK, dtype=torch.int32, device=all_words[0].device)
+def _pieces_of(all_words: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The tensors' blocks `[blocks, 64, 64]`, in pieces; who takes one lets go of it before the next is made."""
     for words in all_words:
         whole = _whole(words.numel()) * BLOCK
         if whole:
-            found.append(words[:whole].view(-1, SIDE, SIDE))
+            yield from words[:whole].view(-1, SIDE, SIDE).split(max(1, _BATCH // BLOCK))
+    waiting, count = [], 0
+    zeros = torch.zeros(BLOCK, dtype=torch.int32, device=all_words[0].device)
     for words in all_words:
         words = words[_whole(words.numel()) * BLOCK :]
         if not words.numel():
@@ -95,11 +102,10 @@ def _blocks_of(all_words: Sequence[torch.Tensor]) -> list[torch.Tensor]:
             waiting.append(zeros[: -words.numel() % BLOCK])
         count += words.numel()
         if count >= _BATCH:
-            found.append(torch.cat(waiting).view(-1, SIDE, SIDE))
+            yield torch.cat(waiting).view(-1, SIDE, SIDE)
             waiting, count = [], 0
     if waiting:
-        found.append(torch.cat(waiting).view(-1, SIDE, SIDE))
-    return found
+        yield torch.cat(waiting).view(-1, SIDE, SIDE)
 
 
 @define(outputs)
@@ -114,8 +120,13 @@ def word_sums(tensors: list[torch.Tensor]) -> torch.Tensor:
     ids, row, row_block, column, column_block = _layout(tuple(w.numel() for w in all_words), found.device)
     if not len(ids):
         return found
-    pieces = _blocks_of(all_words)
-    rows = torch.cat([x.sum(2, dtype=torch.int64) for x in pieces])
-    columns = torch.cat([x.sum(1, dtype=torch.int64) for x in pieces])
+    rows, columns = (torch.empty(len(ids), SIDE, dtype=torch.int64, device=found.device) for _ in range(2))
+    at = 0
+    for x in _pieces_of(all_words):
+        end = at + len(x)
+        torch.sum(x, 2, dtype=torch.int64, out=rows[at:end])
+        torch.sum(x, 1, dtype=torch.int64, out=columns[at:end])
+        at = end
+        del x
     parts = (rows.sum(1), (rows * row).sum(1) * row_block, (columns * column).sum(1) * column_block)
     return found.index_add_(0, ids, torch.stack(parts, 1))

@@ -166,6 +166,7 @@ def test_codes_are_read_where_they_lie(when: int) -> None:
         (1, numbers(1, 15, 128, 2, 64), "k must be torch.float8_e4m3fn [pages, page_size, key heads, head_dim]"),
         (3, torch.ones(15, 128), "k_scales must be contiguous torch.float32 [15, 128, 2] on cpu; got"),
         (4, torch.ones(15, 128, 2, dtype=torch.float64), "v_scales must be contiguous torch.float32 [15, 128, 2]"),
+        (5, int32(0, 1), "page_table must be contiguous torch.int32 [5, 3 or more] on cpu, with pages for longest_kv="),
         (5, torch.full((5, 3), 15, dtype=torch.int32), "page_table[0, 0] is 15; 0 to 14 are accepted."),
     ],
 )
@@ -174,6 +175,25 @@ def test_what_is_refused(place: int, wrong: torch.Tensor, sentence: str) -> None
     given[place] = wrong
     with pytest.raises((ValueError, IndexError), match="^twin::attention_paged_codes: " + re.escape(sentence)):
         twin.attention_paged_codes(*given)
+
+
+@pytest.mark.parametrize(
+    ("kept", "sentence"),
+    [
+        ((slice(14), slice(None)), "k and v must have the same pages and page_size; got [15, 128] and [14, 128]."),
+        ((slice(None), slice(64)), "k and v must have the same pages and page_size; got [15, 128] and [15, 64]."),
+        ((slice(0), slice(None)), "k and v must have the same pages and page_size; got [15, 128] and [0, 128]."),
+    ],
+)
+def test_pages_of_keys_and_of_values_are_as_many(kept: tuple[slice, slice], sentence: str) -> None:
+    given = of_codes(in_pages(2, 64, 64, 128, "none", (-1, -1), False))
+    given[2], given[4] = given[2][kept].contiguous(), given[4][kept].contiguous()
+    with pytest.raises(ValueError, match="^twin::attention_paged_codes: " + re.escape(sentence)):
+        twin.attention_paged_codes(*given)
+    given[1], given[3] = given[1][:0], given[3][:0]
+    if not given[2].numel():
+        with pytest.raises(ValueError, match=r"^twin::attention_paged_codes: k must be contiguous .* a page at least"):
+            twin.attention_paged_codes(*given)
 
 
 @pytest.mark.simulated
@@ -261,3 +281,31 @@ def test_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not takes(b=3)
     monkeypatch.setattr(attention_decode, "LEAST_KEYS", 129)
     assert not takes()
+    monkeypatch.setattr(attention_decode, "MOST_BYTES", 2 * 2 * 3 * 4 * 516)  # b · hkv · blocks · rows
+    assert takes(sq=4, skv=384)
+    assert takes(group=2, sq=2, skv=257)
+    assert not takes(sq=4, skv=385)
+    assert not takes(sq=5, skv=384)
+
+
+def test_scores_of_a_whole_gpu_stay_below_the_limit() -> None:
+    """Of 132 key heads with 32 rows, up to 15 Ki keys."""
+    q, k = (torch.empty(132, 1, n, 64, dtype=torch.bfloat16, device="meta") for n in (32, 15 * 1024))
+    options = Options(0.125, "none", -1, -1, None, 0.0)
+    assert attention_decode.takes(q, k, options, 132)
+    k = torch.empty(132, 1, 16 * 1024, 64, dtype=torch.bfloat16, device="meta")
+    assert not attention_decode.takes(q, k, options, 132)
+
+
+@pytest.mark.simulated
+def test_beyond_the_limit_another_kernel_has_the_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(b=2, hkv=2, group=2, sq=2, skv=300, d=64)
+    given = inputs(case)
+    monkeypatch.setattr(attention_decode, "MOST_BYTES", 2 * 2 * 3 * 4 * 516 - 1)
+    expected = forward(case, given)
+    with Simulator() as gpu:
+        found = forward(case, given)
+    assert gpu.launches
+    assert not any("attention_decode" in name for name in gpu.launches)
+    for one, other in zip(expected, found, strict=True):
+        assert_same_bits(one, other)

@@ -2,14 +2,18 @@
 
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from shared.bits import assert_same_bits
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import optimized  # noqa: F401  (registers the CUDA implementations)
 from optimized.ops.digests.word_sums import BYTES
+from reference.ops.digests import word_sums as definition
 from reference.ops.digests.word_sums import BLOCK, COLUMN, ROW, h, outputs
 
 twin = torch.ops.twin
@@ -73,6 +77,32 @@ def test_any_number_of_tensors(count: int, device: torch.device) -> None:
     assert_same_bits(twin.word_sums([x.to(device) for x in tensors]).cpu(), twin.word_sums(tensors))
 
 
+class Copies(TorchDispatchMode):
+    """Which results of `cat` are in memory at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[StorageWeakRef] = []
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.cat.default:
+            self.made.append(StorageWeakRef(found.untyped_storage()))
+            self.most = max(self.most, sum(not one.expired() for one in self.made))
+        return found
+
+
+def test_one_batch_of_copies_is_in_memory_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(definition, "_BATCH", 4 * BLOCK)
+    generator = torch.Generator().manual_seed(3)
+    tensors = [random_bytes(4 * BLOCK - 4 * (n % 3), generator) for n in range(20)]
+    with Copies() as copies:
+        definition.word_sums(tensors)
+    assert len(copies.made) >= 4
+    assert copies.most == 1
+
+
 @pytest.mark.gpu
 def test_more_bytes_than_an_int_counts() -> None:
     """The last word of 4 GiB counts as its definition says, and a block in the middle."""
@@ -97,6 +127,12 @@ def constants(block: int) -> tuple[int, int]:
     ("tensors", "error", "sentence"),
     [
         ([torch.eye(3).to_sparse()], TypeError, "tensors[0] is torch.sparse_coo; dense tensors are accepted."),
+        (
+            [torch.ones(2), torch.ones(2, dtype=torch.complex64).conj()],
+            TypeError,
+            "tensors[1] is a view of conjugates or negatives; resolve_conj()",
+        ),
+        ([torch.ones(2, dtype=torch.complex64).conj().imag], TypeError, "tensors[0] is a view of conjugates or neg"),
         (
             [torch.ones(2), torch.ones(2, device="meta")],
             ValueError,
