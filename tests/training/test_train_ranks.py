@@ -19,7 +19,10 @@ from shared.processes import free_port, started
 from shared.training_text import TEXT
 
 from optimized.commands import main, ranks
+from optimized.commands.train import LOCK
 from optimized.training.trainer import Trainer
+from reference.parallel import ending
+from reference.support import files
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 STEPS = 4
@@ -80,9 +83,9 @@ def _worker(rank: int, world: int, ports: list[int], commands: list[Command], at
             return train(trainer, capture)
 
         Trainer.train = one_step  # type: ignore[method-assign]
-        with contextlib.ExitStack() as files:
-            files.enter_context(contextlib.redirect_stdout(files.enter_context(open(f"{at}.{number}.out", "w"))))
-            files.enter_context(contextlib.redirect_stderr(files.enter_context(open(f"{at}.{number}.err", "w"))))
+        with contextlib.ExitStack() as held:
+            held.enter_context(contextlib.redirect_stdout(held.enter_context(open(f"{at}.{number}.out", "w"))))
+            held.enter_context(contextlib.redirect_stderr(held.enter_context(open(f"{at}.{number}.err", "w"))))
             code = main(["train", *command.texts[rank], *command.asked])
         Path(f"{at}.{number}.code").write_text(str(code))
         if dist.is_initialized():
@@ -257,6 +260,36 @@ def test_ranks_end_together_and_rank_0_says_why(text: str, tmp_path: Path) -> No
         assert first.err.count("\n") == 1
         assert second.out == second.err == ""
     assert not (tmp_path / "none").exists()
+
+
+def test_what_one_rank_alone_refuses_ends_ranks_that_share_weights(text: str, tmp_path: Path) -> None:
+    """Before they make their groups, in which a rank would wait for the other."""
+    asked = [text, *ASKED, *OF_WEIGHTS, "--tensor-parallel", "2", "--output"]
+    short = tmp_path / "short.txt"
+    short.write_bytes(TEXT[:20])
+    held, none = tmp_path / "held", tmp_path / "none"
+    commands = [Command([*asked, str(held)]), Command([*asked[1:], str(none)], texts=([text], [str(short)]))]
+    since = time.monotonic()
+    with files.locked(held, LOCK):
+        (locked, other), (first, second) = on_ranks(2, commands, tmp_path)
+    assert time.monotonic() - since < SECONDS
+    assert [one.code for one in (locked, other, first, second)] == [2] * 4, (locked, other, first, second)
+    assert locked.err.startswith(f"--output {held}: {held} is in use by process {os.getpid()} ")
+    assert first.err.startswith("rank 1: twin train: the text has 20 bytes")
+    assert other.err == second.err == ""
+    assert not none.exists()
+
+
+def test_an_error_that_is_no_refusal_is_told_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[BaseException] = []
+    monkeypatch.setattr(ending, "told", lambda error, block: said.append(error))
+
+    def fails() -> None:
+        raise KeyError("a defect")
+
+    with pytest.raises(KeyError, match="a defect"):
+        ranks.Ranks(1, 2).agreed(fails)
+    assert [str(one) for one in said] == ["'a defect'"]
 
 
 def test_torchrun_leaves_the_options_of_the_command_that_is_shown() -> None:
