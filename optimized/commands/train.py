@@ -149,11 +149,13 @@ def _check(args: argparse.Namespace, trainer: Trainer) -> None:
 
 def _device(args: argparse.Namespace) -> torch.device:
     name = args.device
-    if ranks.shared_by(args) and name != "cpu" and torch.cuda.is_available():
+    # Where the GPUs are of no use, the ranks are on CPUs, of which there may be more.
+    if ranks.shared_by(args) and name != "cpu" and torch.cuda.is_available() and not device.problems():
         count = torch.cuda.device_count()
         if not ranks.local_rank() < count:
             raise CommandError(
-                f"LOCAL_RANK={ranks.local_rank()}: {count} GPUs are here; at most one process for each is accepted."
+                f"LOCAL_RANK={ranks.local_rank()}: {count} GPUs are here; at most one process for each is accepted; with "
+                f"more, --device cpu is accepted."
             )
         torch.cuda.set_device(ranks.local_rank())
     gpu = device.hopper() if name != "cpu" else None

@@ -1,5 +1,6 @@
 """`twin train --data-parallel`: the hashes of one process on any number of ranks, and how ranks end together."""
 
+import argparse
 import contextlib
 import datetime
 import gc
@@ -18,8 +19,9 @@ import torch.distributed as dist
 from shared.processes import free_port, started
 from shared.training_text import TEXT
 
-from optimized.commands import main, ranks
+from optimized.commands import CommandError, main, ranks, train
 from optimized.commands.train import LOCK
+from optimized.cuda import device
 from optimized.training.trainer import Trainer
 from reference.parallel import ending
 from reference.support import files
@@ -328,3 +330,22 @@ def test_several_processes_must_be_asked_for(
     refused(SHARED, "RANK=2 with WORLD_SIZE=2; a smaller one is accepted.")
     monkeypatch.setenv("WORLD_SIZE", "two")
     refused(ASKED, "WORLD_SIZE='two'; a whole number is accepted")
+
+
+def test_ranks_count_gpus_only_where_these_are_of_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One GPU and a second process: refused on a Hopper GPU, and on CPUs with any other."""
+    problems: list[str] = []
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(device, "problems", lambda: problems)
+    parser = argparse.ArgumentParser()
+    train.add_arguments(parser)
+    args = parser.parse_args(["--tensor-parallel", "2"])
+    with pytest.raises(CommandError, match="LOCAL_RANK=1: 1 GPUs are here; .* with more, --device cpu is accepted"):
+        train._device(args)
+    problems.append("the GPU is no Hopper GPU.")
+    assert train._device(args) == torch.device("cpu")
+    args = parser.parse_args(["--tensor-parallel", "2", "--device", "cuda"])
+    with pytest.raises(CommandError, match="--device cuda: the GPU is no Hopper GPU"):
+        train._device(args)
