@@ -154,8 +154,8 @@ def _device(args: argparse.Namespace) -> torch.device:
         count = torch.cuda.device_count()
         if not ranks.local_rank() < count:
             raise CommandError(
-                f"LOCAL_RANK={ranks.local_rank()}: {count} GPUs are here; at most one process for each is accepted; with "
-                f"more, --device cpu is accepted."
+                f"LOCAL_RANK={ranks.local_rank()}: {count} GPUs are here; at most one process for each is accepted; "
+                f"with more, --device cpu is accepted."
             )
         torch.cuda.set_device(ranks.local_rank())
     gpu = device.hopper() if name != "cpu" else None

@@ -342,7 +342,7 @@ def test_ranks_count_gpus_only_where_these_are_of_use(monkeypatch: pytest.Monkey
     parser = argparse.ArgumentParser()
     train.add_arguments(parser)
     args = parser.parse_args(["--tensor-parallel", "2"])
-    with pytest.raises(CommandError, match="LOCAL_RANK=1: 1 GPUs are here; .* with more, --device cpu is accepted"):
+    with pytest.raises(CommandError, match="with more, --device cpu is accepted"):
         train._device(args)
     problems.append("the GPU is no Hopper GPU.")
     assert train._device(args) == torch.device("cpu")
