@@ -54,7 +54,7 @@ def seed(seed: int, module: torch.nn.Module | None = None) -> None:
     torch.manual_seed(seed)
     for i, generator in enumerate(generators.values()):
         low, high, *_ = (int(word[0]) for word in philox.element_words(seed % 2**64, i, 1))
-        generator.state.copy_(torch.tensor([low | (high >> 1) << 32, 0], dtype=torch.int64, device="cpu"))
+        generator.seed_and_offset.copy_(torch.tensor([low | (high >> 1) << 32, 0], dtype=torch.int64, device="cpu"))
 
 
 def get_state(module: torch.nn.Module | None = None) -> dict[str, torch.Tensor]:
@@ -68,7 +68,7 @@ def get_state(module: torch.nn.Module | None = None) -> dict[str, torch.Tensor]:
     found = {"torch": torch.get_rng_state()}
     if torch.cuda.is_initialized():
         found |= {f"torch.cuda.{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())}
-    return found | {name: part.state.detach().cpu().clone() for name, part in _generators(module).items()}
+    return found | {name: part.seed_and_offset.detach().cpu().clone() for name, part in _generators(module).items()}
 
 
 def set_state(state: Mapping[str, torch.Tensor], module: torch.nn.Module | None = None) -> None:
@@ -101,7 +101,7 @@ def set_state(state: Mapping[str, torch.Tensor], module: torch.nn.Module | None 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for name, value in state.items():
         if name in generators:
-            generators[name].state.copy_(value)
+            generators[name].seed_and_offset.copy_(value)
         elif name.startswith("torch.cuda.") and int(name.rpartition(".")[2]) < count:
             torch.cuda.set_rng_state(value, int(name.rpartition(".")[2]))
 
@@ -109,13 +109,13 @@ def set_state(state: Mapping[str, torch.Tensor], module: torch.nn.Module | None 
 @contextlib.contextmanager
 def fork(module: torch.nn.Module | None = None) -> Iterator[None]:
     """Run what is inside and then restore every random state; captured in a CUDA graph, at each replay."""
-    draws, states = graph_seeds.present(), [generator.state for generator in _generators(module).values()]
+    draws, generators = graph_seeds.present(), list(_generators(module).values())
     if draws is not None:
-        before = [state.clone() for state in states]
+        before = [one.seed_and_offset.clone() for one in generators]
         with draws.forked(fork):
             yield
-        for state, value in zip(states, before, strict=True):
-            state.copy_(value)
+        for one, value in zip(generators, before, strict=True):
+            one.seed_and_offset.copy_(value)
         return
     graph_seeds.refuse("te.random.fork")
     saved = get_state(module)

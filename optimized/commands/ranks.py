@@ -52,13 +52,16 @@ class Ranks:
             dist.barrier()
 
     def agreed(self, make: Callable[[], T]) -> T:
-        """What `make()` returns; where it is refused on one rank, all raise that sentence."""
+        """What `make()` returns; where it is refused on one rank, all raise that sentence.
+
+        What one rank alone may refuse comes before anything that communicates: in another `agreed`.
+        """
         made, refusal = None, None
-        try:
-            made = make()
-        except (CommandError, files.NotWritten, files.Damaged) as error:
-            refusal = str(error)
         with self.listening():
+            try:
+                made = make()
+            except (CommandError, files.NotWritten, files.Damaged) as error:
+                refusal = str(error)
             refusals = self.gather(refusal)
         for rank, one in enumerate(refusals):
             if one is not None:

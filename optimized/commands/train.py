@@ -15,9 +15,10 @@ SHA-256 of weights, moments, scales, histories and random states every N steps. 
 import argparse
 import contextlib
 import os
+from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,8 +29,9 @@ from optimized.commands import CommandError, outputs, positive, ranks
 from optimized.commands.train_loop import CHECKPOINT, METRICS, PLOT, STEP, Loop
 from optimized.cuda import device
 from optimized.training import checkpoint, corpus
+from optimized.training.layout import Layout
 from optimized.training.settings import RECIPES, SIZES, Settings
-from optimized.training.trainer import Trainer
+from optimized.training.trainer import Trainer, check_run
 from reference.support import files
 
 SUMMARY = "train a GPT in FP8 or bf16, with the same bits on a CPU and on a GPU"
@@ -147,11 +149,13 @@ def _check(args: argparse.Namespace, trainer: Trainer) -> None:
 
 def _device(args: argparse.Namespace) -> torch.device:
     name = args.device
-    if ranks.shared_by(args) and name != "cpu" and torch.cuda.is_available():
+    # Where the GPUs are of no use, the ranks are on CPUs, of which there may be more.
+    if ranks.shared_by(args) and name != "cpu" and torch.cuda.is_available() and not device.problems():
         count = torch.cuda.device_count()
         if not ranks.local_rank() < count:
             raise CommandError(
-                f"LOCAL_RANK={ranks.local_rank()}: {count} GPUs are here; at most one process for each is accepted."
+                f"LOCAL_RANK={ranks.local_rank()}: {count} GPUs are here; at most one process for each is accepted; "
+                f"with more, --device cpu is accepted."
             )
         torch.cuda.set_device(ranks.local_rank())
     gpu = device.hopper() if name != "cpu" else None
@@ -192,8 +196,27 @@ def _check_memory(settings: Settings, where: torch.device) -> None:
         )
 
 
-def _trainer(args: argparse.Namespace, console: Console, where: torch.device, me: ranks.Ranks) -> Trainer:
-    """A new run, or the one in the folder."""
+@contextlib.contextmanager
+def _refusals() -> Iterator[None]:
+    """What is refused inside, in the command's own error."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        if isinstance(error, files.Damaged):
+            raise
+        raise CommandError(f"twin train: {error}") from error
+
+
+class Wanted(NamedTuple):
+    """A run to make, which this process could begin; `resumed`: it is in the folder."""
+
+    settings: Settings
+    text: corpus.Corpus
+    resumed: bool
+
+
+def _wanted(args: argparse.Namespace, where: torch.device, me: ranks.Ranks) -> Wanted:
+    """Refuse what this process cannot do. Nothing communicates here: a rank may be the only one that refuses."""
     path = args.output / CHECKPOINT
     if os.path.lexists(path) and not args.resume:
         raise CommandError(f"--output {args.output}: there is a run; --resume goes on with it, or name another folder.")
@@ -209,31 +232,38 @@ def _trainer(args: argparse.Namespace, console: Console, where: torch.device, me
     if me.rank == 0:
         outputs.check("--output", args.output / METRICS, outputs.METRICS)
         outputs.check("--output", args.output / PLOT, outputs.PLOT if stored is None else outputs.PICTURE)
-    if args.record is not None:
+    if me.rank == 0 and args.record is not None:  # of several ranks none records, as `_check` says
         outputs.check("--record", args.output / STEP.format(args.record), outputs.STEP)
-    try:
+    with _refusals():
         text = corpus.read_files(args.text, args.output) if args.text else corpus.read()
         if settings.sequence < len(text.data):  # a longer one is refused by its name
             _check_memory(settings, where)
-        trainer = Trainer(settings, text, where, args.fsdp, args.tensor_parallel, args.context_parallel)
-        if stored is not None:
-            trainer.load(path)
-    except (OSError, ValueError) as error:
-        if isinstance(error, files.Damaged):
-            raise
-        raise CommandError(f"twin train: {error}") from error
-    millions = sum(p.numel() for p in trainer.model.parameters()) / 1e6
-    say = "goes on after" if stored is not None else "there is no checkpoint in the folder, so it starts at"
+        check_run(settings, text, Layout(args.fsdp, args.tensor_parallel, args.context_parallel))
+    return Wanted(settings, text, stored is not None)
+
+
+def _trainer(
+    args: argparse.Namespace, console: Console, where: torch.device, me: ranks.Ranks, wanted: Wanted
+) -> Trainer:
+    """A new run, or the one in the folder. Ranks communicate here."""
+    settings, text, resumed = wanted
+    with _refusals():
+        made = Trainer(settings, text, where, args.fsdp, args.tensor_parallel, args.context_parallel)
+        if resumed:
+            made.load(args.output / CHECKPOINT)
+    _check(args, made)
+    millions = sum(p.numel() for p in made.model.parameters()) / 1e6
+    say = "goes on after" if resumed else "there is no checkpoint in the folder, so it starts at"
     console.print(
         f"{millions:.1f} million parameters, {settings.precision}, on {where}; {settings.tokens:,} of "
         f"{len(text.data):,} bytes a step"
         + f", shared by {me.count} ranks" * (me.count > 1)
-        + f"; {say} step {trainer.step}" * args.resume,
+        + f"; {say} step {made.step}" * args.resume,
         markup=False,
         highlight=False,
         soft_wrap=True,
     )
-    return trainer
+    return made
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
@@ -252,25 +282,22 @@ def run(args: argparse.Namespace, console: Console) -> int:
             raise
 
 
-def _ready(
-    args: argparse.Namespace, console: Console, where: torch.device, me: ranks.Ranks, held: contextlib.ExitStack
-) -> Trainer:
+def _ready(args: argparse.Namespace, where: torch.device, me: ranks.Ranks, held: contextlib.ExitStack) -> Wanted:
     """The run to make, in a folder in which no other process trains."""
     if me.rank == 0:
         try:
             held.enter_context(files.locked(args.output, LOCK))
         except files.Locked as error:
             raise CommandError(f"--output {args.output}: {error} Wait for its end, or name another folder.") from error
-    trainer = _trainer(args, console, where, me)
-    _check(args, trainer)
-    return trainer
+    return _wanted(args, where, me)
 
 
 def _run(
     args: argparse.Namespace, console: Console, where: torch.device, me: ranks.Ranks, held: contextlib.ExitStack
 ) -> int:
     """The whole run; `held` has the folder's lock."""
-    trainer = me.agreed(lambda: _ready(args, console, where, me, held))
+    wanted = me.agreed(lambda: _ready(args, where, me, held))
+    trainer = me.agreed(lambda: _trainer(args, console, where, me, wanted))
     all_of_them = me.gather(trainer.about())
     for rank, about in enumerate(all_of_them):
         for name, value in all_of_them[0].items():

@@ -41,6 +41,21 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 HELD_OUT_BATCHES = 8
 
 
+def check_run(settings: Settings, text: Corpus, layout: Layout) -> None:
+    """Refuse a run that cannot be made, before ranks communicate.
+
+    Raises:
+        ValueError: the ranks that are here cannot have the layout, or the text is too short.
+    """
+    layout.check(settings, dist.get_world_size() if dist.is_initialized() else 1)
+    seen, unseen = text.split()
+    if min(len(seen.data), len(unseen.data)) <= settings.sequence:
+        raise ValueError(
+            f"the text has {len(text.data)} bytes, of which {len(unseen.data)} are held out; more than "
+            f"{settings.sequence}, the sequence, must be in both parts."
+        )
+
+
 class Trainer:
     """A model, its optimizer and its text.
 
@@ -67,22 +82,19 @@ class Trainer:
         context: int = 1,
     ) -> None:
         layout = Layout(shard, tensor, context)
-        layout.check(settings, dist.get_world_size() if dist.is_initialized() else 1)
+        check_run(settings, text, layout)
         self.settings, self.text = settings, text
         self.seen, self.unseen = text.split()
-        shortest = min(len(self.seen.data), len(self.unseen.data))
-        if shortest <= settings.sequence:
-            raise ValueError(
-                f"the text has {len(text.data)} bytes, of which {len(self.unseen.data)} are held out; more than "
-                f"{settings.sequence}, the sequence, must be in both parts."
-            )
         self.places = Places(layout)
         self.model = GPT(settings, device, self.places.tensor, self.places.context)
         self.recipe = settings.recipe()
         if isinstance(self.recipe, te.DelayedScaling):
             te.init_fp8_state(self.model.layers, self.recipe)
         self.order = te.parallel.GradientOrder(settings.groups, self.places.data)
-        self._sharded, self._captures = shard, not shard and layout.inner == 1  # a step that no rank shares
+        self._sharded, self._captures = (
+            shard,
+            not shard and layout.inner == 1,
+        )  # a microbatch and weights that no ranks share
         if shard:
             self._shard()
         named = list(self.model.named_parameters())

@@ -11,6 +11,8 @@ then is the reason. So nothing is sent while all is well, and no collective is a
     a collective's error    the rank says in the store that it is here, waits until the others have said so too or
                             `PATIENCE` is over, and raises an error with the sentences and the ranks that are missing
 
+Of blocks inside of each other the innermost that an error leaves tells it, and those around it say nothing more.
+
 The store is the default group's: torchrun's agent keeps it, or rank 0 where there is none; if that is gone, rank 0 is.
 What is said stays in it. So each process counts its blocks, which every rank enters as often, and a rank's sentence has
 the number of its block: of an earlier block nothing is heard.
@@ -30,6 +32,7 @@ PATIENCE = 3.0  # seconds in which ranks that are here say so
 KEY = "twin-engine/ended"
 BLOCKS = itertools.count(1)
 """Numbers of this process's blocks; whoever begins one takes the next."""
+_TOLD = "_twin_told"  # of an error: the number of the block that has told it
 _LENGTH = 2000  # characters of a sentence
 
 
@@ -57,7 +60,10 @@ def of_collective(error: BaseException) -> bool:
 
 
 def told(error: BaseException, block: int) -> None:
-    """Write an error of this rank in a block to the store, for the others."""
+    """Write an error of this rank in a block to the store, for the others; not again in a block around that one."""
+    if getattr(error, _TOLD, 0) >= block:  # blocks inside have greater numbers, and a later one may meet it again
+        return
+    setattr(error, _TOLD, block)
     with contextlib.suppress(Exception):  # the store may be gone, and the error is what matters
         what = f"{type(error).__name__}: {error}".split("\n")[0][:_LENGTH]
         _store().set(f"{KEY}/{dist.get_rank()}", f"{block} {what}")

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from shared.processes import free_port, started
 
 import reference as te
-from reference.parallel.ending import RanksEnded
+from reference.parallel.ending import KEY, RanksEnded
 
 WORLD, LIMIT, PATIENCE = 3, 4.0, 2.0  # seconds of silence
 
@@ -78,6 +78,23 @@ def twice(rank: int, port: int, folder: str, failing: tuple[int, int]) -> None:
     os._exit(0)
 
 
+def nested(rank: int, port: int, folder: str, failing: int) -> None:
+    """A block in a block: one rank has an error inside of both, and leaves both before the others listen."""
+    rendezvous = {"init_method": f"tcp://127.0.0.1:{port}", "rank": rank, "world_size": WORLD}
+    dist.init_process_group("gloo", **rendezvous)
+    try:
+        with te.parallel.ending_together(PATIENCE), te.parallel.ending_together(PATIENCE):
+            if rank == failing:
+                raise ValueError(f"rank {rank}'s own")
+            dist.distributed_c10d._get_default_store().wait([f"{KEY}/{failing}"])
+            time.sleep(0.5)
+            raise RuntimeError("gloo: what it says of a rank")
+    except Exception as error:
+        Path(folder, f"{rank}.txt").write_text(f"{type(error).__name__}: {error}")
+    dist.barrier()
+    os._exit(0)
+
+
 def on_ranks(folder: Path, event: Any, worker: Callable[..., None] = worker) -> list[str]:
     port, since = free_port(), time.monotonic()
     processes = [started(worker, rank, port, str(folder), event) for rank in range(WORLD)]
@@ -112,6 +129,12 @@ def test_what_was_said_in_an_earlier_block_is_not_heard_again(tmp_path: Path) ->
         for rank, said in enumerate(by_rank):
             why = f"RanksEnded: rank {rank} ends, because rank {fails} had an error: ValueError: rank {fails}'s own."
             assert said[block] == (f"ValueError: rank {rank}'s own" if rank == fails else why)
+
+
+def test_an_error_inside_of_two_blocks_is_told_once(tmp_path: Path) -> None:
+    for rank, said in enumerate(on_ranks(tmp_path, 1, nested)):
+        why = f"RanksEnded: rank {rank} ends, because rank 1 had an error: ValueError: rank 1's own."
+        assert said == ("ValueError: rank 1's own" if rank == 1 else why)
 
 
 def test_without_a_process_group_an_error_stays_what_it_is() -> None:

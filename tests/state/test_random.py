@@ -115,6 +115,48 @@ def test_seed_reaches_the_states_of_graphs() -> None:
     assert all(int(state[0]) >= 0 for state in states(module))
 
 
+def placed() -> te.TransformerLayer:
+    """A layer whose ranks have parts of a sequence, as this process sees it."""
+    module = layer()
+    for number, part in enumerate(part for part in module.modules() if isinstance(part, Generator)):
+        part.at(192 + number)
+    return module
+
+
+def test_a_place_in_a_larger_tensor_is_no_random_state() -> None:
+    """What masks follow from is that of a layer without places, and what is restored leaves them."""
+    module = placed()
+    places = [state[2:].clone() for state in states(module)]
+    te.random.seed(7, module)
+    saved, alone = te.random.get_state(module), layer()
+    te.random.seed(7, alone)
+    assert all(map(torch.equal, saved.values(), te.random.get_state(alone).values()))
+    with te.random.fork(module):
+        for part in module.modules():
+            if isinstance(part, Generator):
+                part.draw(torch.device("cpu"))
+                part.state[1] += 1
+        assert not torch.equal(states(module)[0][:2], saved["self_attention.core_attention.generator"])
+    te.random.set_state(saved, layer())
+    assert all(map(torch.equal, te.random.get_state(module).values(), saved.values()))
+    assert [state.numel() for state in states(module)] == [3, 3]
+    assert all(torch.equal(state[2:], place) for state, place in zip(states(module), places, strict=True))
+
+
+def test_a_draw_at_replays_leaves_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    draws = graph_seeds.Draws()
+    monkeypatch.setattr(graph_seeds, "capturing", lambda device=None: True)
+    monkeypatch.setattr(graph_seeds, "present", lambda: draws)
+    generator = Generator(torch.device("cpu"))
+    generator.at(192)
+    there = generator.state.data_ptr()
+    draws.slot(torch.device("cpu"))
+    draws.blocks[0].fill_(9)
+    generator.draw(torch.device("cpu"))
+    assert generator.state.tolist() == [9, 0, 192]
+    assert generator.state.data_ptr() == there
+
+
 def test_state_and_fork_hold_all_that_masks_follow_from(tmp_path) -> None:  # type: ignore[no-untyped-def]
     module = layer()
     run(module, 4)

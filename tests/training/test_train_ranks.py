@@ -1,5 +1,6 @@
 """`twin train --data-parallel`: the hashes of one process on any number of ranks, and how ranks end together."""
 
+import argparse
 import contextlib
 import datetime
 import gc
@@ -18,8 +19,12 @@ import torch.distributed as dist
 from shared.processes import free_port, started
 from shared.training_text import TEXT
 
-from optimized.commands import main, ranks
+from optimized.commands import CommandError, main, ranks, train
+from optimized.commands.train import LOCK
+from optimized.cuda import device
 from optimized.training.trainer import Trainer
+from reference.parallel import ending
+from reference.support import files
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 STEPS = 4
@@ -80,9 +85,9 @@ def _worker(rank: int, world: int, ports: list[int], commands: list[Command], at
             return train(trainer, capture)
 
         Trainer.train = one_step  # type: ignore[method-assign]
-        with contextlib.ExitStack() as files:
-            files.enter_context(contextlib.redirect_stdout(files.enter_context(open(f"{at}.{number}.out", "w"))))
-            files.enter_context(contextlib.redirect_stderr(files.enter_context(open(f"{at}.{number}.err", "w"))))
+        with contextlib.ExitStack() as held:
+            held.enter_context(contextlib.redirect_stdout(held.enter_context(open(f"{at}.{number}.out", "w"))))
+            held.enter_context(contextlib.redirect_stderr(held.enter_context(open(f"{at}.{number}.err", "w"))))
             code = main(["train", *command.texts[rank], *command.asked])
         Path(f"{at}.{number}.code").write_text(str(code))
         if dist.is_initialized():
@@ -259,6 +264,36 @@ def test_ranks_end_together_and_rank_0_says_why(text: str, tmp_path: Path) -> No
     assert not (tmp_path / "none").exists()
 
 
+def test_what_one_rank_alone_refuses_ends_ranks_that_share_weights(text: str, tmp_path: Path) -> None:
+    """Before they make their groups, in which a rank would wait for the other."""
+    asked = [text, *ASKED, *OF_WEIGHTS, "--tensor-parallel", "2", "--output"]
+    short = tmp_path / "short.txt"
+    short.write_bytes(TEXT[:20])
+    held, none = tmp_path / "held", tmp_path / "none"
+    commands = [Command([*asked, str(held)]), Command([*asked[1:], str(none)], texts=([text], [str(short)]))]
+    since = time.monotonic()
+    with files.locked(held, LOCK):
+        (locked, other), (first, second) = on_ranks(2, commands, tmp_path)
+    assert time.monotonic() - since < SECONDS
+    assert [one.code for one in (locked, other, first, second)] == [2] * 4, (locked, other, first, second)
+    assert locked.err.startswith(f"--output {held}: {held} is in use by process {os.getpid()} ")
+    assert first.err.startswith("rank 1: twin train: the text has 20 bytes")
+    assert other.err == second.err == ""
+    assert not none.exists()
+
+
+def test_an_error_that_is_no_refusal_is_told_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[BaseException] = []
+    monkeypatch.setattr(ending, "told", lambda error, block: said.append(error))
+
+    def fails() -> None:
+        raise KeyError("a defect")
+
+    with pytest.raises(KeyError, match="a defect"):
+        ranks.Ranks(1, 2).agreed(fails)
+    assert [str(one) for one in said] == ["'a defect'"]
+
+
 def test_torchrun_leaves_the_options_of_the_command_that_is_shown() -> None:
     from torch.distributed.run import parse_args
 
@@ -295,3 +330,22 @@ def test_several_processes_must_be_asked_for(
     refused(SHARED, "RANK=2 with WORLD_SIZE=2; a smaller one is accepted.")
     monkeypatch.setenv("WORLD_SIZE", "two")
     refused(ASKED, "WORLD_SIZE='two'; a whole number is accepted")
+
+
+def test_ranks_count_gpus_only_where_these_are_of_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One GPU and a second process: refused on a Hopper GPU, and on CPUs with any other."""
+    problems: list[str] = []
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(device, "problems", lambda: problems)
+    parser = argparse.ArgumentParser()
+    train.add_arguments(parser)
+    args = parser.parse_args(["--tensor-parallel", "2"])
+    with pytest.raises(CommandError, match="with more, --device cpu is accepted"):
+        train._device(args)
+    problems.append("the GPU is no Hopper GPU.")
+    assert train._device(args) == torch.device("cpu")
+    args = parser.parse_args(["--tensor-parallel", "2", "--device", "cuda"])
+    with pytest.raises(CommandError, match="--device cuda: the GPU is no Hopper GPU"):
+        train._device(args)

@@ -76,6 +76,11 @@ class Generator(torch.nn.Module):
         else:
             self.state = torch.cat([self.state[:2], words.to(self.state.device)])
 
+    @property
+    def seed_and_offset(self) -> torch.Tensor:
+        """What a draw and `te.random` write: the state without its place."""
+        return self.state if self.state.numel() == 2 else self.state[:2]
+
     def draw(self, device: torch.device) -> None:
         """Draw a new seed for this forward, or let a CUDA graph that is captured draw it; not in a recomputation.
 
@@ -106,7 +111,7 @@ class Generator(torch.nn.Module):
         else:
             with forked(self._get_rng):
                 # One launch with the seed as an argument makes (seed, 0); a copy would wait for the GPU.
-                torch.mul(self._one, philox.draw_seed(), out=self.state if len(self.state) == 2 else self.state[:2])
+                torch.mul(self._one, philox.draw_seed(), out=self.seed_and_offset)
 
     def _captured(self) -> bool:
         return graph_seeds.capturing(self.state.device)
@@ -116,7 +121,7 @@ class Generator(torch.nn.Module):
         if draws is None:  # a graph that is not PyTorch's goes on from the present state
             return
         with contextlib.nullcontext() if self._get_rng is None else draws.forked(partial(forked, self._get_rng)):
-            torch.mul(self._one, draws.slot(self.state.device), out=self.state)
+            torch.mul(self._one, draws.slot(self.state.device), out=self.seed_and_offset)
 
     def take(self) -> torch.Tensor:
         """The state for an op that advances it; in a recomputation a copy of the first run's."""
