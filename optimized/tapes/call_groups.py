@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from optimized.cuda import launch
+from optimized.tapes import collectives
 from optimized.tapes.memory import ARENA, FIRST, SCRATCH, Place, Results, arrange, place_of, storage_of
 from optimized.tapes.relocation import NotRelocatable, RelocatableTape
 from optimized.tapes.tape import Tape
@@ -206,6 +207,8 @@ def run_or_play(
         state: what else it reads or changes.
         before_first: called before the first call of a group runs.
     """
+    if collectives.world is not None and collectives.outdated():
+        _groups.clear()
     group = _groups.get(key)
     if group is None:
         if counts.enough():
@@ -250,6 +253,8 @@ def relaunch(key: Any, tensors: Sequence[torch.Tensor], run: Callable[[], None])
     if launch.noted():
         run()
         return
+    if collectives.world is not None and collectives.outdated():
+        _groups.clear()
     key = (key, *specification(tensors))
     addresses = tuple([x.data_ptr() for x in tensors])
     group = _groups.get(key)

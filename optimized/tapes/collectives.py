@@ -1,12 +1,29 @@
 """A collective of torch.distributed as an op of ours: on a tape, and left out by the dry pass of the compiler."""
 
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
 from optimized.cuda import launch
 from optimized.tapes.memory import TensorRef, tensors_of
+
+# The default process group in which the collectives on tapes were recorded; None before the first.
+world: Callable[[], Any] | None = None
+
+
+def outdated() -> bool:
+    """Whether tapes have collectives of a default process group that is gone; once.
+
+    They have ranks of peers as numbers, and the names of groups. After `destroy_process_group` these begin anew.
+    """
+    global world
+    if world is None or world() is dist.group.WORLD:
+        return False
+    world = None
+    return True
 
 
 class Collective(NamedTuple):
@@ -28,7 +45,7 @@ class Collective(NamedTuple):
 def beside_launches(function: Callable[..., Any], args: list[Any]) -> None:
     """What makes the calls of `reference.support.groups.collective`: those on a GPU become entries of a tape.
 
-    They are none of a CUDA graph: a call's sends and receives end in other entries than they begin in.
+    They are part of no CUDA graph: a group's backend may be gloo, whose calls cannot be captured.
     """
     first = args[0][0] if isinstance(args[0], list) else args[0]
     if first.is_cuda:
@@ -40,8 +57,8 @@ def beside_launches(function: Callable[..., Any], args: list[Any]) -> None:
 def collective(function: Callable[..., Any], args: list[Any], *, capturable: bool = False) -> None:
     """Call `function(*args)`, and again wherever this call's tape is played.
 
-    It is what the CUDA side of an op consists of, besides allocating its results. All ranks play alike, because what
-    is played follows from shapes and addresses of steps that all ranks make.
+    It is what the CUDA side of an op consists of, besides allocating its results. One rank may play while
+    another records: both make the same collectives in the same order.
 
     Args:
         function: reads and writes tensors of `args` on torch's current stream, as `dist.all_reduce` does, and does what
@@ -50,10 +67,14 @@ def collective(function: Callable[..., Any], args: list[Any], *, capturable: boo
             (`reference.support.groups`).
         capturable: whether it may become part of a CUDA graph, as NCCL's may and gloo's may not.
     """
+    global world
     if launch.collects():
         return
     with _disable_current_modes():  # what it does inside is one entry of a tape
         function(*args)
     tape = launch.tape()
     if tape is not None:
+        if world is None:
+            ours = dist.group.WORLD
+            world = (lambda: None) if ours is None else weakref.ref(ours)
         tape.append(Collective(function, TensorRef.of(args), capturable))

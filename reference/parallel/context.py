@@ -44,7 +44,7 @@ def gathered(group: str, x: torch.Tensor) -> torch.Tensor:
     return torch.cat([of_ranks[i] for i in order])
 
 
-@functools.lru_cache(1024)
+@functools.cache  # without a bound: a CUDA graph that was captured keeps their address
 def _kept_numbers(numbers: tuple[int, ...], device: torch.device) -> torch.Tensor:
     with torch.inference_mode(False), _disable_current_modes():  # so that no mode's stand-in is kept
         return torch.tensor(numbers, dtype=torch.int64, device=device)

@@ -15,7 +15,7 @@ FSDP2 reduces the gradients of each module that it was given together, and lets 
 
 On a mesh of two dimensions, [replicas, shards], each rank of the mesh owns a piece: the ranks that have the same shard
 share it. Each writes its piece's sum and -0 elsewhere, and FSDP2's own all-reduce over the replicas puts them together:
-x + -0 is x, in any order.
+x + -0 is x, in any order; of a NaN it is a NaN, whose word may be another.
 
 Inside a group FSDP2 adds whole gradients, as a program of one process does. So a rank keeps whole gradients, and fp32
 sums as large where it has several groups; with one group a rank there are none.

@@ -125,25 +125,30 @@ def passed_on(
     sent: list[torch.Tensor] = []
     ended: list[torch.Tensor] = []
     accumulator: torch.Tensor | None = None
-    for what, piece, number in schedule(rank, count, rounds, len(cut)):
-        band = cut[number]
-        if what == "receive":
-            room = torch.empty((band[1] - band[0], shape[1]), dtype=torch.float32, device=device)
-            groups.collective(_receive, room, group, (rank - 1) % count)
-            received[number] = room
-        elif what == "part":
-            accumulator = received.pop(number, None)
-            if accumulator is not None:
-                groups.collective(_end, [accumulator])
-            accumulator = part(piece, band, accumulator).contiguous()
-            if piece + 1 == rounds and rank + 1 == count:
-                ended.append(end(band, accumulator))
-        else:
-            assert accumulator is not None
-            groups.collective(_send, accumulator, group, (rank + 1) % count)
-            sent.append(accumulator)  # its memory, until it has been read
-    if sent:
-        groups.collective(_end, sent)
+    try:
+        for what, piece, number in schedule(rank, count, rounds, len(cut)):
+            band = cut[number]
+            if what == "receive":
+                room = torch.empty((band[1] - band[0], shape[1]), dtype=torch.float32, device=device)
+                received[number] = room
+                groups.collective(_receive, room, group, (rank - 1) % count)
+            elif what == "part":
+                accumulator = received.pop(number, None)
+                if accumulator is not None:
+                    groups.collective(_end, [accumulator])
+                accumulator = part(piece, band, accumulator).contiguous()
+                if piece + 1 == rounds and rank + 1 == count:
+                    ended.append(end(band, accumulator))
+            else:
+                assert accumulator is not None
+                sent.append(accumulator)  # its memory, until it has been read
+                groups.collective(_send, accumulator, group, (rank + 1) % count)
+        if sent:
+            groups.collective(_end, sent)
+    except BaseException:
+        for x in (*received.values(), *sent):
+            _under_way.pop(x.data_ptr(), None)
+        raise
     if not ended:
         return None
     return ended[0] if len(ended) == 1 else torch.cat(ended)

@@ -13,8 +13,8 @@ Rank r of t has V / t neighbouring classes from r · V / t on: rows of a table, 
                      logits' dtype. A rank computes loss, m and 1 / S of its rows, and all ranks gather them.
     its gradient     of the same whole rows, which are exchanged again and not kept; then the columns of all rows.
 
-Every rank does 1 / t of the work. It sends (t - 1) / t of its logits twice and of their gradients once, and 12 bytes a
-row.
+Every rank does 1 / t of the work, but for the table's gradient, in which it passes over all tokens. It sends (t - 1) /
+t of its logits twice and of their gradients once, and 12 bytes a row.
 """
 
 from typing import NamedTuple

@@ -23,9 +23,10 @@ MOST_SAME = 4096
 def check_same_on_ranks(layer: str, argument: str, x: torch.Tensor, group: str) -> None:
     """Refuse, on all ranks of a group, tensors whose shapes differ: a collective would wait, or end the process.
 
-    On a GPU, where it takes a wait of the host, a shape is compared when it is new to this rank. So ranks that differ
-    hear of it if both shapes are new. If one of them is known, its rank goes on: the other's comparison then meets
-    another collective, and ends in an error, or in NCCL's timeout.
+    On a CPU every call compares. On a GPU, where that takes a wait of the host, a shape is compared once: when it is
+    new to this rank. So ranks that differ are refused if both shapes are new. If both are known, nothing is compared.
+    If one is, its rank goes on, and the other's comparison meets another collective. In neither case is anything
+    refused, and NCCL does not check sizes: there may be an error, its timeout, or wrong numbers.
     """
     known, key = _SAME.setdefault(groups.group_of(group), set()), (layer, argument, tuple(x.shape))
     if x.is_cuda and key in known:
