@@ -18,6 +18,7 @@
 #include "common/row_sum.cuh"
 #include "common/wide.cuh"
 #include "common/wide_store.cuh"
+#include "vocabulary/row_lanes.cuh"
 
 using namespace twin;
 
@@ -29,9 +30,7 @@ constexpr int kTile = kGroups * kStride;
 constexpr int kBlocks = VECTOR && WIDE != 0 ? 5 : 4;  // on a multiprocessor, at least: forward
 constexpr int kMeanThreads = 1024;
 
-__device__ __forceinline__ float lowest() { return __int_as_float(static_cast<int>(0xFF800000u)); }
 __device__ __forceinline__ float not_a_number() { return __int_as_float(0x7FC00000); }
-__device__ __forceinline__ float origin_of(float top) { return top == lowest() ? 0.0f : top; }
 
 struct Lane {
     float top, sum, plain;  // maximum, sum of exponentials, sum of logits
@@ -131,20 +130,6 @@ __device__ __forceinline__ void take_tile(Lane& lane, const wide_t* x, int left)
             lane.plain = lane.plain + halving_sum(plain);
         }
     }
-}
-
-// The halving tree over the 32 lanes of each warp, then over kCount warps; thread 0 has it. `sums` is kCount long.
-template <int kCount>
-__device__ __forceinline__ float add_lanes(float sum, float* sums) {
-#pragma unroll
-    for (int h = 16; h > 0; h /= 2) sum = sum + __shfl_xor_sync(kAllLanes, sum, h);
-    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
-    __syncthreads();
-    if (threadIdx.x >= 32) return 0.0f;
-    float total = threadIdx.x < kCount ? sums[threadIdx.x] : 0.0f;
-#pragma unroll
-    for (int h = kCount / 2; h > 0; h /= 2) total = total + __shfl_xor_sync(kAllLanes, total, h);
-    return total;
 }
 
 // loss, maximum, inverse (of S): [rows].

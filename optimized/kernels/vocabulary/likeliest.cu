@@ -12,6 +12,7 @@
 #include "common/log.cuh"
 #include "common/row_sum.cuh"
 #include "common/wide.cuh"
+#include "vocabulary/row_lanes.cuh"
 
 using namespace twin;
 
@@ -23,43 +24,11 @@ constexpr int kTile = kGroups * kStride;
 constexpr int kTiles = 16;  // of a lane at a time: a warp takes one
 constexpr int kThreads = 32 * kTiles;
 
-__device__ __forceinline__ float lowest() { return __int_as_float(static_cast<int>(0xFF800000u)); }
-__device__ __forceinline__ float origin_of(float top) { return top == lowest() ? 0.0f : top; }
-
-// The largest logit that is no NaN, and its first place; 0 where none is above -inf.
-struct Top {
-    float value;
-    int place;
-
-    __device__ __forceinline__ void join(float other, int at) {
-        if (other > value || (other == value && at < place)) value = other, place = at;
-    }
-};
-
-__device__ __forceinline__ void join_lanes(Top& top) {
-#pragma unroll
-    for (int h = 16; h > 0; h /= 2)
-        top.join(__shfl_xor_sync(kAllLanes, top.value, h), __shfl_xor_sync(kAllLanes, top.place, h));
-}
-
 __device__ __forceinline__ Eight load_group(const wide_t* x, int left) {
 #if VECTOR
     if (left >= kElements) return load8(x);
 #endif
     return load_elements<kElements>(x, left);
-}
-
-// The halving tree over the 32 lanes of each warp, then over the warps; thread 0 has it.
-__device__ __forceinline__ float add_lanes(float sum, float* sums) {
-#pragma unroll
-    for (int h = 16; h > 0; h /= 2) sum = sum + __shfl_xor_sync(kAllLanes, sum, h);
-    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
-    __syncthreads();
-    if (threadIdx.x >= 32) return 0.0f;
-    float total = threadIdx.x < kJoinWarps ? sums[threadIdx.x] : 0.0f;
-#pragma unroll
-    for (int h = kJoinWarps / 2; h > 0; h /= 2) total = total + __shfl_xor_sync(kAllLanes, total, h);
-    return total;
 }
 
 // logits [rows, cols]; of each lane its maximum, that one's first place, and its sum: [rows, 256].
@@ -143,7 +112,7 @@ extern "C" __global__ void __launch_bounds__(kRowLanes)
 #pragma unroll
     for (int warp = 0; warp < kJoinWarps; warp++) top.join(values[warp], firsts[warp]);
     const float m = origin_of(top.value) + 0.0f;  // never -0
-    const float total = add_lanes(sum * twin::exp(mine - m), warp_sums);
+    const float total = add_lanes<kJoinWarps>(sum * twin::exp(mine - m), warp_sums);
     if (threadIdx.x != 0) return;
     token[row] = top.place;
     loss[row] = twin::log(total) - (widen(logits[row * cols + top.place]) - m);

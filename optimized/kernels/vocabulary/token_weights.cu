@@ -7,26 +7,11 @@
 #include "common/elementary.cuh"
 #include "common/row_sum.cuh"
 #include "common/wide.cuh"
+#include "vocabulary/row_lanes.cuh"
 
 using namespace twin;
 
 constexpr int kThreads = 1024, kWarps = kThreads / 32;
-
-// The largest logit that is no NaN, and its first place.
-struct Top {
-    float value;
-    int place;
-
-    __device__ __forceinline__ void join(float other, int at) {
-        if (other > value || (other == value && at < place)) value = other, place = at;
-    }
-};
-
-__device__ __forceinline__ void join_lanes(Top& top) {
-#pragma unroll
-    for (int h = 16; h > 0; h /= 2)
-        top.join(__shfl_xor_sync(kAllLanes, top.value, h), __shfl_xor_sync(kAllLanes, top.place, h));
-}
 
 // logits [rows, cols], temperature [rows], weights [rows, cols].
 extern "C" __global__ void __launch_bounds__(kThreads)
@@ -36,9 +21,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const long long row = blockIdx.x;
     const wide_t* const x = logits + row * cols;
     int* const w = weights + row * cols;
-    const float lowest = __int_as_float(static_cast<int>(0xFF800000u)), t = temperature[row];
+    const float t = temperature[row];
 
-    Top top{lowest, 0};
+    Top top{lowest(), 0};
     for (int i = threadIdx.x; i < cols; i += kThreads) {
         const float value = widen(x[i]);
         if (value > top.value) top = {value, i};
@@ -49,7 +34,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     top = {values[threadIdx.x % kWarps], places[threadIdx.x % kWarps]};
     join_lanes(top);
 
-    const bool greedy = !(t > 0.0f) || top.value == lowest;
+    const bool greedy = !(t > 0.0f) || top.value == lowest();
     for (int i = threadIdx.x; i < cols; i += kThreads) {
         const float value = widen(x[i]);
         const float e = value == top.value ? 1.0f : twin::exp(__fdiv_rn(value - top.value, t));

@@ -41,8 +41,4 @@ def attention_paged_codes(
         attention_decode.decode(loadable(queries), keys, values, *where)
         clear_gaps(queries, keys, options, (out,), False)
         return results
-    of_keys, table = pages_of(k, k_scales, page_table, options.longest_kv or 0)
-    of_values, _ = pages_of(v, v_scales, page_table, options.longest_kv or 0)
-    if not len(of_keys):
-        of_keys, of_values = (q.new_zeros((1, *x.shape[1:])) for x in (k, v))
-    return attention_paged(q, of_keys, of_values, table, *rest)
+    return attention_paged(q, *pages_of(q, k, v, k_scales, v_scales, page_table, options.longest_kv or 0), *rest)

@@ -63,18 +63,30 @@ def numbers_of(codes: torch.Tensor, scale_inv: torch.Tensor) -> torch.Tensor:
 
 
 def pages_of(
-    codes: torch.Tensor, scale_inv: torch.Tensor, page_table: torch.Tensor, longest: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_scales: torch.Tensor,
+    v_scales: torch.Tensor,
+    page_table: torch.Tensor,
+    longest: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The pages that sequences of up to `longest` keys have, dequantized, and the page table of these.
 
-    codes `[pages, page_size, h, d]`, scale_inv `[pages, page_size, h]`, page_table int32 `[b, n]` -> bf16
-    `[b · m, page_size, h, d]` and int32 `[b, m]`, m = ceil(longest / page_size).
+    Arguments of the op -> keys bf16 `[b · m, page_size, hkv, d]`, values the same with e, and int32 `[b, m]`,
+    m = ceil(longest / page_size). Where nobody has a key, a page of zeros.
     """
-    columns = -(-longest // codes.shape[1])
-    used = page_table[:, :columns].reshape(-1).long().clamp(0, len(codes) - 1)
-    taken = codes.view(torch.uint8).index_select(0, used).view(CODES), scale_inv.index_select(0, used)
+    columns = -(-longest // k.shape[1])
+    used = page_table[:, :columns].reshape(-1).long().clamp(0, len(k) - 1)
     table = torch.arange(used.numel(), dtype=torch.int32, device=used.device).view(len(page_table), columns)
-    return numbers_of(*taken), table
+    if not used.numel():
+        return q.new_zeros((1, *k.shape[1:])), q.new_zeros((1, *v.shape[1:])), table
+
+    def numbers(codes: torch.Tensor, scale_inv: torch.Tensor) -> torch.Tensor:
+        taken = codes.view(torch.uint8).index_select(0, used).view(CODES)
+        return numbers_of(taken, scale_inv.index_select(0, used))
+
+    return numbers(k, k_scales), numbers(v, v_scales), table
 
 
 @define(outputs)
@@ -110,8 +122,4 @@ def attention_paged_codes(
     rest = (scale, mask_type, left, right, q_lengths, kv_lengths, q_starts, longest_q, longest_kv, sinks)
     outputs(q, k, v, k_scales, v_scales, page_table, *rest)
     paged.check_pages(OP, page_table, kv_lengths, k.shape[1], k.shape[0])
-    keys, table = pages_of(k, k_scales, page_table, longest_kv)
-    values, _ = pages_of(v, v_scales, page_table, longest_kv)
-    if not len(keys):  # nobody has a key
-        keys, values = (q.new_zeros((1, *x.shape[1:])) for x in (k, v))
-    return paged.attention_paged(q, keys, values, table, *rest)
+    return paged.attention_paged(q, *pages_of(q, k, v, k_scales, v_scales, page_table, longest_kv), *rest)
