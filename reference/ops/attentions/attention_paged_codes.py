@@ -122,4 +122,5 @@ def attention_paged_codes(
     rest = (scale, mask_type, left, right, q_lengths, kv_lengths, q_starts, longest_q, longest_kv, sinks)
     outputs(q, k, v, k_scales, v_scales, page_table, *rest)
     paged.check_pages(OP, page_table, kv_lengths, k.shape[1], k.shape[0])
-    return paged.attention_paged(q, *pages_of(q, k, v, k_scales, v_scales, page_table, longest_kv), *rest)
+    keys, values, table = pages_of(q, k, v, k_scales, v_scales, page_table, longest_kv)
+    return paged.attention_paged(q, keys, values, table, *rest)

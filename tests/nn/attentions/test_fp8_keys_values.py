@@ -40,9 +40,10 @@ def test_pages_are_dequantized_in_the_order_of_sequences() -> None:
     x = numbers(2, 5, 4, 2, 16)
     codes, scale_inv = codes_of(x)
     table = torch.tensor([[3, 1, 0], [4, 3, 2]], dtype=torch.int32)
-    found, own = pages_of(codes, scale_inv, table, 7)
+    keys, values, own = pages_of(x, codes, codes.flip(0), scale_inv, scale_inv.flip(0), table, 7)
     assert own.tolist() == [[0, 1], [2, 3]]
-    assert_same_bits(found, rounded(x)[[3, 1, 4, 3]])
+    assert_same_bits(keys, rounded(x)[[3, 1, 4, 3]])
+    assert_same_bits(values, rounded(x.flip(0))[[3, 1, 4, 3]])
 
 
 @pytest.mark.sample(4)
