@@ -89,6 +89,13 @@ struct Head {
         return __ldg(a.page_table + batch * a.pages + key / a.page_size) * a.page_size + key % a.page_size;
     }
 
+    // Where the scales of a block's keys begin. A page that the cache does not have is loaded as zeros; its scales are
+    // read from a page that there is.
+    __device__ __forceinline__ long long scales_at(const Arguments& a, int block) const {
+        const int row = min(max(key_row(a, block), 0), a.kv_rows - kTileRows);
+        return static_cast<long long>(row) * key_heads + key_head;
+    }
+
     // The entry that tensor maps are asked for: packed tensors have one.
     __device__ __forceinline__ int map_batch(const Arguments& a) const { return a.q_starts == nullptr ? batch : 0; }
 };
@@ -191,7 +198,7 @@ extern "C" __global__ void __launch_bounds__(160)
         unsigned char* loaded = ring + stage.index * chunks * kLoaded;
         box[stage.index].wait_full(stage.parity);
         if constexpr (CODES) {
-            const long long place = static_cast<long long>(head.key_row(a, j)) * head.key_heads + head.key_head;
+            const long long place = head.scales_at(a, j);
             for (int c = 0; c < chunks; c++)
                 decode_chunk(tile + c * kChunk, loaded + c * kRawChunk, a.k_scales + place, head.key_heads,
                              head.limits.skv - j * kTileRows);
@@ -394,7 +401,7 @@ extern "C" __global__ void __launch_bounds__(kConverters + 128 * CODES)
         Stage<kChainStages> stage;
         Stage<kTiles> values;
         for (int j = head.blocks.from; j < head.blocks.to; j++, stage.advance(), values.advance()) {
-            const long long place = static_cast<long long>(head.key_row(a, j)) * head.key_heads + head.key_head;
+            const long long place = head.scales_at(a, j);
             shared.codes_box[stage.index].wait_full(stage.parity);
             shared.v_box[values.index].wait_empty(values.parity);
             decode_chunk(shared.v[values.index], shared.codes[stage.index * CODES], a.v_scales + place, head.key_heads,

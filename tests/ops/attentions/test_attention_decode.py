@@ -159,6 +159,24 @@ def test_codes_are_read_where_they_lie(when: int) -> None:
         assert_same_bits(one, other, name)
 
 
+@pytest.mark.simulated
+def test_a_page_that_the_cache_does_not_have_is_one_of_zeros() -> None:
+    """A GPU's page numbers are not looked at before the launch, so that no scale may be read outside the cache."""
+    given = of_codes(in_pages(2, 128, 128, 128, "causal_bottom_right", (-1, -1), False))
+    table, pages = given[5], len(given[1])
+    for codes, scales in ((given[1], given[3]), (given[2], given[4])):
+        codes.view(torch.uint8)[table[0, 0]] = 0
+        scales[table[0, 0]] = 1
+        scales[[0, pages - 1]] = scales[[0, pages - 1]].nan_to_num(1.0)
+    for outside in (pages, -1, 2**24 - 1, -(2**24)):
+        wrong = table.clone()
+        wrong[0, 0] = outside
+        with Simulator(2):
+            expected, found = (twin.attention_paged_codes(*given[:5], one, *given[6:]) for one in (table, wrong))
+        for name, one, other in zip(("out", "m", "inv"), expected, found, strict=True):
+            assert_same_bits(one, other, f"{name} with page {outside}")
+
+
 @pytest.mark.parametrize(
     ("place", "wrong", "sentence"),
     [
