@@ -171,7 +171,7 @@ def attended_in_pages(
             lengths, starts = where[0] * together, where[2] * together
         where = (lengths, where[1], starts)
         rule, right = "none", -1
-    given = (equation.scale, rule, left, right, *where, longest * together, cached.keys, sinks)
+    given = (equation.scale, rule, left, right, *where, longest * together, cached.keys, sinks, equation.key_segment)
     if step.key_scales is None or step.value_scales is None:
         out, m, inv = twin.attention_paged(rows, keys, values, table, *given)
     else:
