@@ -86,10 +86,10 @@ class DotProductAttention(ContextGroup, OfCoreAttention, FP8Attention):
             PyTorch's SDPA on its cuDNN backend, on CUDA, in bf16 or fp16, without a mask or causal with as many keys as
             queries. Its bits may change with cuDNN's version, the GPU, and from run to run; its dropout draws from
             torch's generator. (Transformer Engine chooses by NVTE_FUSED_ATTN and similar variables.)
-        key_segment: 4096 adds in the order of `reference.ops.attentions.attention_segments`, in training as in inference:
-            a GPU shares a few queries' many keys out, and the last bits of queries that see more keys are others. With
-            "exact" alone, and not in FP8 (`fp8_dpa`); in fp32 attention is PyTorch's, which knows no segments. None is
-            one chain along all keys.
+        key_segment: 4096 takes keys in segments, in the order of `reference.ops.attentions.attention_segments`, in
+            training as in inference: a GPU shares a few queries' many keys out, and queries that see more keys than
+            that have other last bits. With "exact" alone, and not in FP8 (`fp8_dpa`); in fp32 attention is PyTorch's,
+            which knows no segments. None is one chain along all keys.
     """
 
     key_segment: int | None = None  # of modules that were pickled before there were segments, too

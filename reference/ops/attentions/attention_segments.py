@@ -1,9 +1,9 @@
 """The second order of attention: keys in segments, which can be computed side by side.
 
-In `reference.ops.attentions.attention` O is one chain along all keys. With `key_segment` = 4096 that chain, like m and l,
-begins anew at the keys 0, 4096, 8192, .. of a sequence: a segment has m_s, l_s (of four lanes) and O_s by those formulas,
-from m = -2^100, l = 0 and O = 0, over the key blocks of this segment that the query block visits. They are added in order
-of segments. With G = 384,
+In `reference.ops.attentions.attention` O is one chain along all keys. With `key_segment` = 4096 that chain, like m and
+l, begins anew at the keys 0, 4096, 8192, .. of a sequence: a segment has m_s, l_s (of four lanes) and O_s by those
+formulas, from m = -2^100, l = 0 and O = 0, over the key blocks of this segment that the query block visits. They are
+added in order of segments. With G = 384,
 
     m' = max(m, m_s)
     a = 2^(((m - m') + G) - G)            b = 2^(((m_s - m') + G) - G)
@@ -45,8 +45,10 @@ def check_key_segment(op: str, key_segment: int | None) -> None:
 
 def segments(seen: list[slice], key_segment: int | None) -> list[slice]:
     """Which of the key blocks `seen` belong to each segment, in order; without segments, all to one."""
+    if not seen:
+        return []
     if key_segment is None:
-        return [slice(len(seen))] if seen else []
+        return [slice(len(seen))]
     numbers = [keys.start // key_segment for keys in seen]
     firsts = [n for n, number in enumerate(numbers) if not n or number != numbers[n - 1]]
     return [slice(first, end) for first, end in zip(firsts, [*firsts[1:], len(seen)], strict=True)]
