@@ -9,6 +9,7 @@ other. Training has one text, causal, with 32 heads of 128 channels; cuDNN's is 
 
 import functools
 from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import torch
@@ -30,7 +31,7 @@ TEXTS = (16384, 32768)
 SEGMENT = 4096
 LEAST_BYTES = 256 << 20  # of caches that a graph goes round
 NEVER, ALWAYS = {"LEAST_KEYS": 1 << 30}, {"LEAST_KEYS": 1, "WAVES": 1 << 20}
-WAYS: dict[str, tuple[dict[str, int], int | None]] = {
+WAYS: dict[str, tuple[dict[str, Any], int | None]] = {
     "one chain, walk": (NEVER, None),
     "one chain, shared": (ALWAYS, None),
     "segments, walk": (NEVER, SEGMENT),
@@ -57,7 +58,7 @@ def _step(batch: int, keys: int) -> dict[str, Callable[[], object]]:
     starts = torch.arange(batch + 1, dtype=torch.int32, device="cuda") * group
     rest = (order, D**-0.5, "none", -1, -1, *lengths, starts, group, keys, None)
 
-    def captured(choice: dict[str, int], segment: int | None) -> Callable[[], object]:
+    def captured(choice: dict[str, Any], segment: int | None) -> Callable[[], object]:
         with mock.patch.multiple(attention_decode, **choice):
             return measure.graph(lambda i: twin.attention_paged(rows, *caches[i], *rest, segment), calls)
 
