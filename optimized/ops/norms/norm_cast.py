@@ -12,18 +12,21 @@ from optimized.cuda import launch
 from optimized.ops.casts.amax import WIDE, aligned, pointer
 from optimized.ops.casts.cast import FP8, scaling_pointers
 from optimized.ops.casts.cast import run as run_cast
-from optimized.ops.norms.norm import ROW_WARPS, blocks_of, defines, normalize, row_warps
+from optimized.ops.norms.norm import ROW_WARPS, Defines, blocks_of, defines, normalize, row_warps
 from reference.ops.casts.cast import Scaling
 from reference.ops.library import on_cuda
 from reference.ops.norms.norm import KINDS
 from reference.ops.norms.norm_cast import Found, outputs
 
 _SHARED = 8 * 16 * 1024
+_SHAPES = {1: {"BLOCKS": 5}, 2: {"ROWS": 5}}  # by warps: fewer threads than `norm` has, as scale and amax take registers
 
 
 @functools.cache
 def _kernel(x: torch.dtype, kind: str, q: torch.dtype, warps: int, hidden: int) -> launch.Kernel:
-    return launch.function("norm_cast", "norm_cast", {**defines(x, kind, warps, hidden), "FP8": FP8[q]}, _SHARED)
+    macros: Defines = {**defines(x, kind, warps, hidden), "FP8": FP8[q]}
+    macros |= {name: min(most, int(macros[name])) for name, most in _SHAPES.get(warps, {}).items()}
+    return launch.function("norm_cast", "norm_cast", macros, _SHARED)
 
 
 CONFIGURATIONS = [
