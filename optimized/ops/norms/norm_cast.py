@@ -19,7 +19,8 @@ from reference.ops.norms.norm import KINDS
 from reference.ops.norms.norm_cast import Found, outputs
 
 _SHARED = 8 * 16 * 1024
-_SHAPES = {1: {"BLOCKS": 5}, 2: {"ROWS": 5}}  # by warps: fewer threads than `norm` has, as scale and amax take registers
+# By warps: fewer threads at a time than `norm` has, since the scale and the amax take registers.
+_SHAPES = {1: {"BLOCKS": 5}, 2: {"ROWS": 5}}
 
 
 @functools.cache
