@@ -42,7 +42,7 @@ from reference.ops.library import twin
 
 NAME = "generator"
 WHAT = "te.Generator, pages, a written order"
-KERNELS = tuple(sorted({*decode.KERNELS, "likeliest"}))
+KERNELS = tuple(sorted({*decode.KERNELS, "attention_gaps", "likeliest", "rotary_append"}))
 LAYERS, VOCABULARY, LONGEST = 4, 128256, 32768
 CASE = Case("Llama 3 8B", 4096, 14336, 32, LONGEST, 1, torch.bfloat16, True, 0.0, True, 8, True)
 PAIRS = (*itertools.product((1, 32, 256), (512, 2048, 8192)), (1, LONGEST))  # batches and contexts
