@@ -100,6 +100,10 @@ def _one_of(*choices: str) -> Rule:
     return Rule(lambda x: isinstance(x, str), lambda x: x in choices, f"one of {choices} is accepted")
 
 
+def _int_of(*choices: int) -> Rule:
+    return Rule(is_int, lambda x: x in choices, f"{' or '.join(map(str, choices))} is accepted")
+
+
 def _or_none(rule: Rule) -> Rule:
     of_type, fits, accepted = rule
     return Rule(lambda x: x is None or of_type(x), lambda x: x is None or fits(x), f"None or {accepted}")
@@ -267,6 +271,7 @@ _NAMES: list[tuple[Rule, str]] = [
     (_one_of("vanilla", "off-by-one", "learnable"), "softmax_type"),
     (_one_of("no_bias", "post_scale_bias", "alibi"), "core_attention_bias_type"),
     (_one_of("exact", "cudnn"), "attention_backend"),
+    (_or_none(_int_of(4096)), "key_segment"),
     (_ONE_RANK, "tensor_parallel_group"),
     (_FLAG, "accumulate_into_main_grad"),
     (_FUNCTION, "rng_state_tracker_function"),

@@ -29,6 +29,7 @@ _MODULES = (
     "norm",
     "activation",
     "attention",
+    "attention_long",
     "cross_entropy",
     "embedding",
     "adam",
@@ -132,7 +133,7 @@ GROUPS = (
         "attention",
         "attention",
         "Bars show TFLOP/s by sequence, forward and backward: exact attention and cuDNN's",
-        ("attention",),
+        ("attention", "attention_long"),
     ),
     Group(
         "Loss and embedding",

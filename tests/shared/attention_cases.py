@@ -43,6 +43,7 @@ class Case:
     sinks: bool = False
     e: int = 0
     lengths: str = "none"
+    key_segment: int | None = None
 
     @property
     def h(self) -> int:
@@ -130,6 +131,7 @@ def run(case: Case, given: dict[str, torch.Tensor | None]) -> dict[str, torch.Te
     before = None if state is None else state.clone()
     rest = (case.softmax_scale, case.mask_type, *case.window, mask, case.dropout)
     bias = [given.get(name) for name in ("bias", "slopes", "sinks", "q_lengths", "kv_lengths")]
+    bias += [None] * 4 + [case.key_segment]  # nothing is packed
     while bias and bias[-1] is None:
         bias.pop()
     out, m, inv = twin.attention(q, k, v, *rest, state, *bias)

@@ -51,7 +51,7 @@ def packed_run(case: Case, cpu: dict[str, Any], device: Any = "cpu") -> dict[str
     q, k, v, grad, state = (there[name] for name in ("q", "k", "v", "grad", "rng_state"))
     names = ("bias", "slopes", "sinks", "q_lengths", "kv_lengths", "q_starts", "kv_starts")
     more = {name: there[name] for name in names}
-    more |= {"mask": there["mask"], "longest_q": case.sq, "longest_kv": case.skv}
+    more |= {"mask": there["mask"], "longest_q": case.sq, "longest_kv": case.skv, "key_segment": case.key_segment}
     options = Options(case.softmax_scale, case.mask_type, *case.window, dropout=case.dropout, **more)
     before = None if state is None else state.clone()
     results = out, m, inv = twin.attention(q, k, v, *options._replace(rng_state=state))

@@ -119,10 +119,11 @@ OURS = {
 EXTRA = {
     # An older release's, and what Megatron-Core gives every class of Transformer Engine's.
     "DelayedScaling": ["*", "override_linear_precision=(False, False, False)", "params_dtype=None", "device=None"],
-    "DotProductAttention.__init__": ["*", "device=None", "attention_backend='exact'"],
-    "MultiheadAttention.__init__": ["*", "attention_backend='exact'"],
+    "DotProductAttention.__init__": ["*", "device=None", "attention_backend='exact'", "key_segment=None"],
+    "MultiheadAttention.__init__": ["*", "attention_backend='exact'", "key_segment=None"],
     "InferenceParams.__init__": ["*", "device=None", "fp8_kv=False"],
-    "TransformerLayer.__init__": ["*", "attention_backend='exact'", "use_fp8=None"],  # introductions write use_fp8
+    # introductions write use_fp8
+    "TransformerLayer.__init__": ["*", "attention_backend='exact'", "key_segment=None", "use_fp8=None"],
 }
 
 

@@ -93,6 +93,12 @@ def cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, p: fl
         return scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=causal, enable_gqa=groups)
 
 
+def flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """PyTorch's flash attention of `[b, h, s, d]`, which splits the keys of few queries."""
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        return scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1])
+
+
 class Plain(BasicTransformerLayer):
     """Plain PyTorch with cuDNN's attention."""
 

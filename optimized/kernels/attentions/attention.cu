@@ -14,12 +14,22 @@
 // A tile has one of the chunks of N_OUT columns of d: all, as heads of more than 128 take attention_wide.cu.
 //
 // Defines: FORMAT (BF16 | FP16), D_CHUNKS (d in chunks of 64: 1, 2), N_OUT (64 | 128), STAGES, Q_STAGES, DROPOUT
-// (0 | 1), BIAS (0 | 1), SINK (0 | 1), LENGTHS (0 | 1), PACKED (0 | 1), PAGED (0 | 1), PLACED (0 | 1 | 2).
-#include "attention_softmax.cuh"
+// (0 | 1), BIAS (0 | 1), SINK (0 | 1), LENGTHS (0 | 1), PACKED (0 | 1), PAGED (0 | 1), PLACED (0 | 1 | 2), SEGMENT (0 | keys
+// of a segment).
+#include "attention_segments.cuh"
 #include "ptx/grid.cuh"
 
 #ifndef PLACED
 #define PLACED 0
+#endif
+#ifndef SEGMENT
+#define SEGMENT 0
+#endif
+
+#if SEGMENT
+#define TWIN_TOTALS , float* totals  // [blocks][kTotals][threads]
+#else
+#define TWIN_TOTALS
 #endif
 
 using namespace twin;
@@ -40,6 +50,8 @@ constexpr int kStages = Config::kStages, kQueryStages = Config::kQueryStages;
 constexpr int kConsumers = 3;              // warpgroups
 constexpr int kQueries = 64 * kConsumers;  // of a tile
 constexpr int kChunk = kTileRows * 128, kQueryChunk = kQueries * 128;
+constexpr int kSegmentBlocks = SEGMENT / kTileRows;
+static_assert(SEGMENT % kTileRows == 0, "a segment has whole blocks of keys");
 
 // Queries from `first` of a head, columns from `column` of d, and the blocks of keys that they visit. Without a head
 // (-1), there is no tile.
@@ -142,7 +154,7 @@ __device__ __forceinline__ void store(const float (&o)[kAcc], const Rows& rows, 
 }
 
 __device__ __forceinline__ void consume(Shared& shared, const Arguments& a, unsigned short* out, float* m, float* inv,
-                                        int warpgroup) {
+                                        float* totals, int warpgroup) {
     Generator generator{};
     if constexpr (Config::kDropout) generator = read_state_once(a.rng_state);
     Stage<kQueryStages> queries;
@@ -193,33 +205,36 @@ __device__ __forceinline__ void consume(Shared& shared, const Arguments& a, unsi
         unsigned p[8][4];
         float s[64], alpha[2];
         shared.q_box[queries.index].wait_full(queries.parity);
-        for (int j = blocks.from; j < blocks.to; j++, keys.advance(), values.advance()) {
-            shared.k_box[keys.index].wait_full(keys.parity);
-            wgmma_fence();
-            score(s, q, shared_address(shared.k[keys.index]));
-            wgmma_commit();
-            wgmma_wait<0>();
-            wgmma_hold(s);
-            shared.k_box[keys.index].arrive_empty();
-            soften(s, alpha, j);
-            if (__any_sync(0xFFFFFFFF, alpha[0] != 1.0f || alpha[1] != 1.0f)) {
+        const auto walk = [&](int from, int to) {
+            for (int j = from; j < to; j++, keys.advance(), values.advance()) {
+                shared.k_box[keys.index].wait_full(keys.parity);
+                wgmma_fence();
+                score(s, q, shared_address(shared.k[keys.index]));
+                wgmma_commit();
+                wgmma_wait<0>();
+                wgmma_hold(s);
+                shared.k_box[keys.index].arrive_empty();
+                soften(s, alpha, j);
+                if (__any_sync(0xFFFFFFFF, alpha[0] != 1.0f || alpha[1] != 1.0f)) {
 #pragma unroll
-                for (int i = 0; i < kAcc; i++) o[i] = __fmul_rn(o[i], alpha[i / 2 % 2]);
-            }
+                    for (int i = 0; i < kAcc; i++) o[i] = __fmul_rn(o[i], alpha[i / 2 % 2]);
+                }
 #pragma unroll
-            for (int step = 0; step < 8; step++) pack_operand<Format>(p[step], s, step);
-            shared.v_box[values.index].wait_full(values.parity);
-            if (Config::kPacked && (j + 1) * kTileRows > limits.skv) {
-                unsigned char* const v = shared.v[values.index];
-                clear_rows<kChannels / 64>(v, kChunk, limits.skv - j * kTileRows, kTileRows, warpgroup);
+                for (int step = 0; step < 8; step++) pack_operand<Format>(p[step], s, step);
+                shared.v_box[values.index].wait_full(values.parity);
+                if (Config::kPacked && (j + 1) * kTileRows > limits.skv) {
+                    unsigned char* const v = shared.v[values.index];
+                    clear_rows<kChannels / 64>(v, kChunk, limits.skv - j * kTileRows, kTileRows, warpgroup);
+                }
+                wgmma_fence();
+                add_values(o, p, shared_address(shared.v[values.index]));
+                wgmma_commit();
+                wgmma_wait<0>();
+                wgmma_hold(o);
+                shared.v_box[values.index].arrive_empty();
             }
-            wgmma_fence();
-            add_values(o, p, shared_address(shared.v[values.index]));
-            wgmma_commit();
-            wgmma_wait<0>();
-            wgmma_hold(o);
-            shared.v_box[values.index].arrive_empty();
-        }
+        };
+        walk_segments<kSegmentBlocks, 128 * kConsumers>(walk, blocks, o, rows, totals);
         shared.q_box[queries.index].arrive_empty();
         store(o, rows, a, out, m, inv, row, tile);
         skip(tile.blocks.to - (blocks.any() ? blocks.to : tile.blocks.from));
@@ -230,7 +245,7 @@ __device__ __forceinline__ void consume(Shared& shared, const Arguments& a, unsi
 extern "C" __global__ void __launch_bounds__(128 * (kConsumers + 1), 1)
     attention(const __grid_constant__ CUtensorMap q, const __grid_constant__ CUtensorMap k,
               const __grid_constant__ CUtensorMap v, const __grid_constant__ Arguments a, int* ticket,
-              unsigned short* out, float* m, float* inv) {
+              unsigned short* out, float* m, float* inv TWIN_TOTALS) {
     extern __shared__ __align__(1024) unsigned char memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     if (threadIdx.x == 0) {
@@ -249,7 +264,10 @@ extern "C" __global__ void __launch_bounds__(128 * (kConsumers + 1), 1)
         if (threadIdx.x == 128 * kConsumers) produce(shared, &q, &k, &v, a, ticket);
     } else {
         setmaxnreg_inc<160>();
-        consume(shared, a, out, m, inv, warpgroup);
+#if !SEGMENT
+        float* const totals = nullptr;
+#endif
+        consume(shared, a, out, m, inv, totals, warpgroup);
     }
 }
 

@@ -18,11 +18,19 @@
 // The tensor core multiplies transposed: keys, or channels, are the 64 rows of A, and queries the columns. Products and
 // the sum of a step's are the same ones.
 //
-// Defines: FORMAT (BF16 | FP16), ROWS (8 | 16 | 32), CODES (0 | 1; 1 with BF16 alone).
-#include "attention_tile.cuh"
+// With SEGMENT keys are in segments (reference/ops/attentions/attention_segments.py), each with a chain of its own: a block
+// of threads for (key head, 64 channels, segment). Each writes what it found, and the last one to come adds all of them.
+//
+// Defines: FORMAT (BF16 | FP16), ROWS (8 | 16 | 32), CODES (0 | 1; 1 with BF16 alone), SEGMENT (0 | keys of a segment).
+#include "attention_segments.cuh"
+#include "ptx/count.cuh"
 #include "ptx/cvt_fp8.cuh"
 #include "ptx/grid.cuh"
 #include "ptx/wgmma_narrow.cuh"
+
+#ifndef SEGMENT
+#define SEGMENT 0
+#endif
 
 using namespace twin;
 
@@ -45,7 +53,7 @@ constexpr int kGroups = 4, kGroupThreads = 64;       // that weigh
 constexpr int kWeighers = 128, kLoader = kWeighers + kGroups * kGroupThreads, kConverters = kLoader + 32;  // threads
 
 // The fields of optimized/ops/attentions/attention_decode.py's structured array, in its order.
-struct Arguments {
+struct DecodeArguments {
     const unsigned short* q;
     unsigned short* out;
     float *m, *inv;
@@ -61,6 +69,16 @@ struct Arguments {
     int pages, page_size, blocks;
     float c;
 };
+
+struct SegmentArguments {
+    float* found;       // [batches * key heads, segments, chunks of channels, kFound, 128]
+    unsigned* arrived;  // [batches * key heads, chunks of channels]
+    int chunks;         // of 64 channels of values
+};
+constexpr int kSegmentBlocks = SEGMENT / kTileRows;
+static_assert(SEGMENT % kTileRows == 0, "a segment has whole blocks of keys");
+
+struct Arguments : DecodeArguments, Optional<SegmentArguments, (SEGMENT > 0)> {};
 
 // One of a batch's key heads.
 struct Head {
@@ -162,6 +180,9 @@ extern "C" __global__ void __launch_bounds__(160)
     }
     __syncthreads();
     let_next_grid_start();
+#if SEGMENT
+    if (blockIdx.x == 0 && threadIdx.x < a.chunks) a.arrived[blockIdx.y * a.chunks + threadIdx.x] = 0;
+#endif
     const Head head(a, blockIdx.y);
     const int chunks = (a.d + 63) / 64, first = head.blocks.from + blockIdx.x;
     unsigned char* const tile = memory + sizeof(Scoring);
@@ -318,8 +339,71 @@ __device__ __forceinline__ void weigh(Shared& shared, const Arguments& a, const 
     }
 }
 
+// The segments that a key head visits, and this block's one, of which it visits `blocks`.
+struct Segments {
+    int first, count;
+    Range blocks;
+
+    // Without a key there is one segment, which is empty.
+    __device__ __forceinline__ Segments(const Range& all, int number) {
+        constexpr int kBlocks = SEGMENT > 0 ? kSegmentBlocks : 1;
+        first = all.any() ? all.from / kBlocks : 0;
+        count = all.any() ? (all.to - 1) / kBlocks - first + 1 : 1;
+        blocks = {max(all.from, number * kBlocks), min(all.to, number * kBlocks + kBlocks)};
+    }
+
+    __device__ __forceinline__ bool has(int number) const { return number >= first && number < first + count; }
+};
+
+#if SEGMENT
+constexpr int kFound = kAcc + 2;  // floats of a thread of the chain: O, m and l
+
+// Adds the segments of a key head, if all have come; false if others are to come. o, m and l as in `chain`.
+__device__ __forceinline__ bool add_segments(float (&o)[kAcc], float& m, float& l, const Arguments& a,
+                                             const Segments& segments) {
+    __shared__ unsigned before;
+    const auto of_segment = [&](int n) {
+        const long long place = (static_cast<long long>(blockIdx.y) * gridDim.z + n) * gridDim.x + blockIdx.x;
+        return a.found + place * (kFound * 128);
+    };
+    float* const own = of_segment(blockIdx.z) + threadIdx.x;
+#pragma unroll
+    for (int i = 0; i < kAcc; i++) own[i * 128] = o[i];
+    own[kAcc * 128] = m, own[(kAcc + 1) * 128] = l;
+    barrier_sync<128>(1);
+    if (threadIdx.x == 0) before = count_arrival(a.arrived + blockIdx.y * gridDim.x + blockIdx.x);
+    barrier_sync<128>(1);
+    if (before + 1 < segments.count) return false;
+    float tops[kAcc / 2];  // m of the rows of o[i], at i / 4 * 2 + i % 2
+    for (int n = segments.first; n < segments.first + segments.count; n++) {
+        const float* const of_block = of_segment(n);
+        const float* const found = of_block + threadIdx.x;
+        const bool is_first = n == segments.first;
+        Factors by[kAcc / 2];
+#pragma unroll
+        for (int i = 0; i < kAcc / 2; i++) {
+            const int row = i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2;
+            const float top = of_block[kAcc * 128 + 4 * row];  // as its first lane has it
+            if (is_first) tops[i] = top;
+            by[i] = join_largest(tops[i], top);
+        }
+#pragma unroll
+        for (int i = 0; i < kAcc; i++)
+            o[i] = is_first ? found[i * 128] : join_outputs(o[i], found[i * 128], by[i / 4 * 2 + i % 2]);
+        const float own_m = found[kAcc * 128], own_l = found[(kAcc + 1) * 128];
+        if (is_first) {
+            m = own_m, l = own_l;
+        } else {
+            const Factors of_sums = join_largest(m, own_m);
+            l = join_sums(l, own_l, of_sums);
+        }
+    }
+    return true;
+}
+#endif
+
 // One warpgroup: channels 16 w + l / 4 + 8 (i / 2) of the block's 64 in o[4 t + i], of row 8 t + 2 (l % 4) + i % 2.
-__device__ __forceinline__ void chain(Shared& shared, const Arguments& a, const Head& head) {
+__device__ __forceinline__ void chain(Shared& shared, const Arguments& a, const Head& head, const Segments& segments) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     float o[kAcc], m = kLowest, l = 0.0f;  // m and l of row threadIdx.x / 4; l of a lane of the definition's
 #pragma unroll
@@ -349,6 +433,9 @@ __device__ __forceinline__ void chain(Shared& shared, const Arguments& a, const 
         shared.v_box[values.index].arrive_empty();
         shared.p_box[n].arrive_empty();
     }
+#if SEGMENT
+    if (segments.count > 1 && !add_segments(o, m, l, a, segments)) return;
+#endif
     if (threadIdx.x < 4 * kRows) {
         const int row = threadIdx.x / 4, query = row % a.sq, n = head.key_head * a.group + row / a.sq;
         l = l + __shfl_xor_sync(0xFFFFFFFF, l, 1);
@@ -386,7 +473,12 @@ extern "C" __global__ void __launch_bounds__(kConverters + 128 * CODES)
         fence_mbarrier_init();
     }
     __syncthreads();
-    const Head head(a, blockIdx.y);
+    Head head(a, blockIdx.y);
+    const Segments segments(head.blocks, blockIdx.z);
+    if constexpr (SEGMENT > 0) {
+        if (!segments.has(blockIdx.z)) return;
+        head.blocks = segments.blocks;
+    }
     if (threadIdx.x == kLoader) {  // what it reads is older than the scores
         Stage<kChainStages> stage;
         Mailbox* const boxes = CODES ? shared.codes_box : shared.v_box;
@@ -413,7 +505,7 @@ extern "C" __global__ void __launch_bounds__(kConverters + 128 * CODES)
     } else if (threadIdx.x < kLoader) {
         wait_for_grid_before();
         if (threadIdx.x < kWeighers)
-            chain(shared, a, head);
+            chain(shared, a, head, segments);
         else
             weigh(shared, a, head);
     }

@@ -18,9 +18,9 @@
 // each block loads half of the keys and values for both.
 //
 // Defines: FORMAT (BF16 | FP16), CLUSTER (1 | 2; with lengths 1), DROPOUT (0 | 1), BIAS (0 | 1), SINK (0 | 1), LENGTHS
-// (0 | 1), PACKED (0 | 1), PAGED (0 | 1), PLACED (0 | 1 | 2).
+// (0 | 1), PACKED (0 | 1), PAGED (0 | 1), PLACED (0 | 1 | 2), SEGMENT (0 | keys of a segment).
 #include "attention_cluster.cuh"
-#include "attention_softmax.cuh"
+#include "attention_segments.cuh"
 #include "ptx/grid.cuh"
 
 #if CLUSTER > 1
@@ -31,6 +31,15 @@
 
 #ifndef PLACED
 #define PLACED 0
+#endif
+#ifndef SEGMENT
+#define SEGMENT 0
+#endif
+
+#if SEGMENT
+#define TWIN_TOTALS , float* totals  // [blocks][kTotals][threads]
+#else
+#define TWIN_TOTALS
 #endif
 
 using namespace twin;
@@ -52,6 +61,8 @@ constexpr int kParts = 5;         // of keys and values, in shared memory
 constexpr int kChannels = 256;    // of a tile; those beyond d are zeros
 constexpr int kRows = 64 * 128;   // bytes of 64 rows and 64 channels
 constexpr int kPart = 4 * kRows;  // of 128 keys and 128 channels, or of 64 values and all channels
+constexpr int kSegmentBlocks = SEGMENT / kTileRows;
+static_assert(SEGMENT % kTileRows == 0, "a segment has whole blocks of keys");
 
 // Queries from `first` of a head, and the blocks of keys that they visit. Without a head (-1), there is no tile.
 struct Place {
@@ -234,7 +245,7 @@ struct Consumer {
 };
 
 __device__ __forceinline__ void consume(Shared& shared, const Arguments& a, unsigned short* out, float* m, float* inv,
-                                        int warpgroup) {
+                                        float* totals, int warpgroup) {
     Generator generator{};
     if constexpr (Config::kDropout) generator = read_state_once(a.rng_state);
     Consumer consumer{shared, warpgroup};
@@ -249,33 +260,36 @@ __device__ __forceinline__ void consume(Shared& shared, const Arguments& a, unsi
         float o[kChannels / 2];
 #pragma unroll
         for (int i = 0; i < kChannels / 2; i++) o[i] = 0.0f;
-        for (int j = tile.blocks.from; j < tile.blocks.to; j++) {
-            const int key = j * kTileRows + 2 * (threadIdx.x % 4);
-            const Limits& limits = limits_of(a, tile);
-            float s[64], alpha[2];
-            if (j == tile.blocks.from) q_box.wait_full(consumer.queries.parity);
-            consumer.score(s);
-            if (j + 1 == tile.blocks.to) q_box.arrive_empty(), consumer.queries.advance();
-            add_bias<false>(s, a, limits, tile.batch, tile.head, row, key);
-            const bool ends = Config::kLengths && warp_row + 16 > limits.sq;
-            if ((j + 1) * kTileRows > key_limit(limits, warp_row) || ends) hide_after(s, limits, row, key);
-            if (j * kTileRows < key_from(limits, warp_row + 15)) hide_before(s, limits, row, key);
-            if (mask != nullptr && !hides_nothing(a, mask, j * kTileRows)) hide_masked(s, a, mask, row, key);
-            weigh(s, rows, alpha, factor(a));
-            if constexpr (Config::kDropout) {
-                int head = tile.batch * a.heads + tile.head;
-                asm volatile("" : "+r"(head));  // so that no counter is kept from block to block
-                drop(s, generator, tile_counter<Config::kPlaced>(a, head, warp_row / 16, 8 * j), a.threshold);
-            }
-            if (__any_sync(0xFFFFFFFF, alpha[0] != 1.0f || alpha[1] != 1.0f)) {
+        const auto walk = [&](int from, int to) {
+            for (int j = from; j < to; j++) {
+                const int key = j * kTileRows + 2 * (threadIdx.x % 4);
+                const Limits& limits = limits_of(a, tile);
+                float s[64], alpha[2];
+                if (j == tile.blocks.from) q_box.wait_full(consumer.queries.parity);
+                consumer.score(s);
+                if (j + 1 == tile.blocks.to) q_box.arrive_empty(), consumer.queries.advance();
+                add_bias<false>(s, a, limits, tile.batch, tile.head, row, key);
+                const bool ends = Config::kLengths && warp_row + 16 > limits.sq;
+                if ((j + 1) * kTileRows > key_limit(limits, warp_row) || ends) hide_after(s, limits, row, key);
+                if (j * kTileRows < key_from(limits, warp_row + 15)) hide_before(s, limits, row, key);
+                if (mask != nullptr && !hides_nothing(a, mask, j * kTileRows)) hide_masked(s, a, mask, row, key);
+                weigh(s, rows, alpha, factor(a));
+                if constexpr (Config::kDropout) {
+                    int head = tile.batch * a.heads + tile.head;
+                    asm volatile("" : "+r"(head));  // so that no counter is kept from block to block
+                    drop(s, generator, tile_counter<Config::kPlaced>(a, head, warp_row / 16, 8 * j), a.threshold);
+                }
+                if (__any_sync(0xFFFFFFFF, alpha[0] != 1.0f || alpha[1] != 1.0f)) {
 #pragma unroll
-                for (int i = 0; i < kChannels / 2; i++) o[i] = __fmul_rn(o[i], alpha[i / 2 % 2]);
-            }
-            unsigned p[8][4];
+                    for (int i = 0; i < kChannels / 2; i++) o[i] = __fmul_rn(o[i], alpha[i / 2 % 2]);
+                }
+                unsigned p[8][4];
 #pragma unroll
-            for (int step = 0; step < 8; step++) pack_operand<Format>(p[step], s, step);
-            consumer.add_values(o, p, Config::kPacked ? limits.skv - j * kTileRows : kTileRows);
-        }
+                for (int step = 0; step < 8; step++) pack_operand<Format>(p[step], s, step);
+                consumer.add_values(o, p, Config::kPacked ? limits.skv - j * kTileRows : kTileRows);
+            }
+        };
+        walk_segments<kSegmentBlocks, 128 * kConsumers>(walk, tile.blocks, o, rows, totals);
         float last[2];
         finish(last, rows, a, m, inv, tile.batch, tile.head, row, true);
         const Limits& limits = limits_of(a, tile);
@@ -289,7 +303,7 @@ __device__ __forceinline__ void consume(Shared& shared, const Arguments& a, unsi
 extern "C" __global__ void TWIN_CLUSTER __launch_bounds__(128 * (kConsumers + 1), 1)
     attention(const __grid_constant__ CUtensorMap q, const __grid_constant__ CUtensorMap k,
               const __grid_constant__ CUtensorMap v, const __grid_constant__ Arguments a, unsigned* ticket,
-              unsigned short* out, float* m, float* inv) {
+              unsigned short* out, float* m, float* inv TWIN_TOTALS) {
     extern __shared__ __align__(1024) unsigned char memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     if (threadIdx.x == 0) {
@@ -316,7 +330,10 @@ extern "C" __global__ void TWIN_CLUSTER __launch_bounds__(128 * (kConsumers + 1)
         if (threadIdx.x == 128 * kConsumers + 64) produce_keys(shared, &k, &v, a, block);
     } else {
         setmaxnreg_inc<240>();
-        consume(shared, a, out, m, inv, warpgroup);
+#if !SEGMENT
+        float* const totals = nullptr;
+#endif
+        consume(shared, a, out, m, inv, totals, warpgroup);
     }
     // A block must not end while the other may still write into its shared memory or arrive on a barrier there.
     if constexpr (kCluster > 1) meet();

@@ -5,6 +5,7 @@ Semantics: `reference.ops.attentions.attention`.
 
 import functools
 import itertools
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +17,7 @@ from optimized.ops.attentions import attention_decode
 from optimized.ops.random.dropout import advance
 from reference.ops.attentions.attention import BLOCK, LOWEST, NO_LIMIT, factor, limits, outputs
 from reference.ops.attentions.attention_bias import diagonal
-from reference.ops.attentions.attention_options import Options
+from reference.ops.attentions.attention_options import KEY_SEGMENTS, Options
 from reference.ops.attentions.attention_packed import batch_of, by_heads, sizes
 from reference.ops.library import on_cuda
 from reference.ops.random.dropout import keep_scale, threshold
@@ -99,6 +100,9 @@ PLACES = (1, 2)
 ENTRIES = (Entries(False), Entries(True), Entries(True, True))
 
 
+SEGMENTS = (0, *KEY_SEGMENTS)  # the kernels' macro SEGMENT; 0: one chain along all keys
+
+
 def queries_of(d: int) -> int:
     """Queries of a tile, 64 for each consumer warpgroup, for one of `CAPACITIES`."""
     return 128 if d == WIDE else 192
@@ -106,9 +110,18 @@ def queries_of(d: int) -> int:
 
 @functools.cache
 def kernels(
-    dtype: torch.dtype, d: int, dropout: bool, biased: bool, sunk: bool, entries: Entries, cluster: int = 1
+    dtype: torch.dtype,
+    d: int,
+    dropout: bool,
+    biased: bool,
+    sunk: bool,
+    entries: Entries,
+    cluster: int = 1,
+    segment: int = 0,
 ) -> tuple[launch.Kernel, launch.Kernel]:
     more = {"BIAS": int(biased), "SINK": int(sunk), **entries.macros, "PAGED": int(entries.paged)}
+    if segment:
+        more["SEGMENT"] = segment
     if d == WIDE:
         file, rows = "attention_wide", 4 * BLOCK + 5 * 4 * 64  # of 64 channels: queries, the ring's five parts
         macros: dict[str, Any] = {"FORMAT": FORMATS[dtype], "CLUSTER": cluster, "DROPOUT": int(dropout), **more}
@@ -120,22 +133,24 @@ def kernels(
 
 
 EITHER = (False, True)
-CONFIGURATIONS = [
-    kernels(*case, *more, entries, cluster)[0].configuration
-    for entries in ENTRIES
-    for more in ((False, False), (True, False), (False, True))
-    for case in itertools.product(FORMATS, CAPACITIES, EITHER)
-    for cluster in ((1, 2) if case[1] == WIDE and not entries.lengths else (1,))
-]
-CONFIGURATIONS += [
-    kernels(*case, True, False, False, Entries(False, placed=place), cluster)[0].configuration
-    for place in PLACES
-    for case in itertools.product(FORMATS, CAPACITIES)
-    for cluster in ((1, 2) if case[1] == WIDE else (1,))
-]
+
+
+def _configurations(segment: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    for entries, more in itertools.product(ENTRIES, ((False, False), (True, False), (False, True))):
+        for case in itertools.product(FORMATS, CAPACITIES, EITHER):
+            for cluster in (1, 2) if case[1] == WIDE and not entries.lengths else (1,):
+                yield kernels(*case, *more, entries, cluster, segment)[0].configuration
+    for place, dtype, d in itertools.product(PLACES, FORMATS, CAPACITIES):
+        for cluster in (1, 2) if d == WIDE else (1,):
+            drawn = (True, False, False, Entries(False, placed=place))
+            yield kernels(dtype, d, *drawn, cluster, segment)[0].configuration
+
+
+CONFIGURATIONS = list(_configurations(0))
 
 _gaps = launch.function("attention_gaps", "attention_gaps")
 CONFIGURATIONS.append(_gaps.configuration)
+CONFIGURATIONS += [one for segment in KEY_SEGMENTS for one in _configurations(segment)]
 _GAP_BLOCKS = 32  # that share a gap's rows
 
 
@@ -290,7 +305,8 @@ def attend(
         alike = (a["lower"], a["upper"]) == (-NO_LIMIT, NO_LIMIT) and not options.has_lengths
         cluster = 2 if wide and sq > queries and alike else 1
         entries = Entries.of(options)._replace(paged=pages is not None)
-        more = (options.biased, options.sinks is not None, entries, cluster)
+        segment = attention_decode.segment_of(options, skv)
+        more = (options.biased, options.sinks is not None, entries, cluster, segment)
         kernel, reset = kernels(q.dtype, size, threshold(dropout) > 0, *more)
         threads, smem = 2 * queries + 128, kernel.max_dynamic_smem
         if cluster > 1:
@@ -304,6 +320,10 @@ def attend(
         args = [*maps, launch.by_value(a), 0 if ticket is None else ticket.data_ptr()]
         args += [out.data_ptr(), m.data_ptr(), inv.data_ptr()]
         grid, early = (cluster * min(works, at_a_time),), ticket is not None and cluster == 1
+        if segment:  # of each consumer's thread O of the segments so far, two m and two sums
+            floats = grid[0] * (threads - 128) * (size // 2 + 4)
+            totals = torch.empty(floats, dtype=torch.float32, device=q.device)
+            args.append(totals.data_ptr())
         launch.launch(kernel, grid, (threads,), args, smem, device=index, early=early)
         if options.packed:
             clear_gaps(q, k, options, (out,), False)

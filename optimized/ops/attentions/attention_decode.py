@@ -18,7 +18,7 @@ import torch
 from optimized.cuda import launch
 from optimized.cuda.tensor_map import TensorMap, encode
 from reference.ops.attentions.attention import BLOCK, factor, limits
-from reference.ops.attentions.attention_options import Options
+from reference.ops.attentions.attention_options import KEY_SEGMENTS, Options
 from reference.ops.attentions.attention_packed import sizes
 from reference.ops.random.dropout import threshold
 
@@ -44,6 +44,14 @@ ARGUMENTS = np.dtype(
     + [("c", "f4")],
     align=True,
 )
+_OF_SEGMENTS = [("found", "u8"), ("arrived", "u8"), ("chunks", "i4")]
+
+
+@functools.cache
+def argument_type(segment: int) -> np.dtype:
+    """The type of struct Arguments with this macro."""
+    fields = [(name, ARGUMENTS[name]) for name in ARGUMENTS.names or ()]
+    return np.dtype(fields + _OF_SEGMENTS, align=True) if segment else ARGUMENTS
 
 
 def _score_bytes(rows: int, chunks: int, codes: bool) -> int:
@@ -60,14 +68,25 @@ def _chain_bytes(rows: int, codes: bool) -> int:
 
 
 @functools.cache
-def kernels(dtype: torch.dtype, rows: int, codes: bool) -> tuple[launch.Kernel, launch.Kernel]:
+def kernels(dtype: torch.dtype, rows: int, codes: bool, segment: int = 0) -> tuple[launch.Kernel, launch.Kernel]:
     """The kernel that scores, and the one that goes along the chain."""
     macros: dict[str, int | str] = {"FORMAT": FORMATS[dtype], "ROWS": rows, "CODES": int(codes)}
+    if segment:
+        macros["SEGMENT"] = segment
     scores = launch.function("attention_decode", "attention_scores", macros, _score_bytes(rows, 4, codes))
     return scores, launch.function("attention_decode", "attention_chain", macros, _chain_bytes(rows, codes))
 
 
-CONFIGURATIONS = [kernels(dtype, rows, False)[0].configuration for dtype, rows in itertools.product(FORMATS, ROWS)]
+CONFIGURATIONS = [
+    kernels(dtype, rows, False, segment)[0].configuration
+    for segment, dtype, rows in itertools.product((0, *KEY_SEGMENTS), FORMATS, ROWS)
+]
+
+
+def segment_of(options: Options, keys: int) -> int:
+    """Keys of a segment; 0 where there is one at most, which one chain has in the same words."""
+    segment = options.key_segment or 0
+    return segment if keys > segment else 0
 
 
 def rows_of(q: torch.Tensor, k: torch.Tensor, options: Options) -> int:
@@ -124,7 +143,9 @@ def decode(
     index, o, blocks, rows = q.device.index, options, -(-skv // BLOCK), h // heads * sq
     scores = torch.empty((b * heads, blocks, rows, BLOCK), dtype=torch.float32, device=q.device)
     tops = torch.empty((b * heads, blocks, rows), dtype=torch.float32, device=q.device)
-    a = np.zeros((), ARGUMENTS)
+    segment, chunks_out = segment_of(o, skv), -(-v.shape[3] // 64)
+    segments = -(-skv // segment) if segment else 1
+    a = np.zeros((), argument_type(segment))
     for name, x in zip(_WRITTEN, (q, out, m, inv, scores, tops), strict=True):
         a[name] = x.data_ptr()
     k_scales, v_scales = (None, None) if scales is None else scales
@@ -145,12 +166,18 @@ def decode(
     if pages is not None:
         a["pages"], a["page_size"] = pages[0].shape[1], pages[1]
     most = next(one for one in ROWS if rows <= one)
-    score, chain = kernels(q.dtype, most, scales is not None)
+    score, chain = kernels(q.dtype, most, scales is not None, segment)
+    if segment:  # of each thread of a chain O, m and l; and how many chains have ended
+        floats = b * heads * segments * chunks_out * 128 * (most // 2 + 2)
+        found = torch.empty(floats, dtype=torch.float32, device=q.device)
+        arrived = torch.empty(b * heads * chunks_out, dtype=torch.int32, device=q.device)
+        a["found"], a["arrived"], a["chunks"] = found.data_ptr(), arrived.data_ptr(), chunks_out
     chunks, codes = -(-k.shape[3] // 64), scales is not None
     arguments = launch.by_value(a)
     splits = min(blocks, -(-_SCORE_BLOCKS * launch.processors(index) // (b * heads)))
     args, smem = [tensor_map(k).argument, arguments], _score_bytes(most, chunks, codes)
     launch.launch(score, (splits, b * heads), (SCORE_THREADS,), args, smem, device=index)
     args, smem = [tensor_map(v).argument, arguments], _chain_bytes(most, codes)
-    grid, threads = (-(-v.shape[3] // 64), b * heads), CHAIN_THREADS + 128 * codes
+    grid = (chunks_out, b * heads, segments) if segment else (chunks_out, b * heads)
+    threads = CHAIN_THREADS + 128 * codes
     launch.launch(chain, grid, (threads,), args, smem, device=index, early=True)

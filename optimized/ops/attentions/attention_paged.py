@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from optimized.ops.attentions.attention import CAPACITIES, FORMATS, Entries, Pages, attend, kernels
+from optimized.ops.attentions.attention import CAPACITIES, FORMATS, SEGMENTS, Entries, Pages, attend, kernels
 from reference.ops.attentions.attention_paged import gathered, of_gathered, options_of, outputs, reads_in_place
 from reference.ops.library import on_cuda
 
 _PAGED = Entries(True, True, True)
 CONFIGURATIONS = [
-    kernels(dtype, d, False, False, sunk, _PAGED)[0].configuration
-    for dtype, d, sunk in itertools.product(FORMATS, CAPACITIES, (False, True))
+    kernels(dtype, d, False, False, sunk, _PAGED, 1, segment)[0].configuration
+    for segment, dtype, d, sunk in itertools.product(SEGMENTS, FORMATS, CAPACITIES, (False, True))
 ]
 
 

@@ -11,12 +11,17 @@ import torch
 from optimized.ops.attentions import attention_decode
 from optimized.ops.attentions.attention import check_grid, clear_gaps, loadable
 from optimized.ops.attentions.attention_paged import attention_paged
+from reference.ops.attentions.attention_options import KEY_SEGMENTS
 from reference.ops.attentions.attention_packed import by_heads
 from reference.ops.attentions.attention_paged import options_of, reads_in_place
 from reference.ops.attentions.attention_paged_codes import outputs, pages_of
 from reference.ops.library import on_cuda
 
-CONFIGURATIONS = [attention_decode.kernels(torch.bfloat16, n, True)[0].configuration for n in attention_decode.ROWS]
+CONFIGURATIONS = [
+    attention_decode.kernels(torch.bfloat16, rows, True, segment)[0].configuration
+    for segment in (0, *KEY_SEGMENTS)
+    for rows in attention_decode.ROWS
+]
 
 
 @on_cuda

@@ -72,6 +72,22 @@ def with_options(kind: str, dtype: torch.dtype, device: torch.device) -> Outputs
     return found
 
 
+def in_segments(sizes: tuple[int, int, int, int, int, int], dropout: float, device: torch.device) -> Outputs:
+    """Keys in segments, of which one, two or all three hold keys that a query sees."""
+    b, h, hkv, sq, skv, d = sizes
+
+    def heads(n: int, s: int, seed: int) -> torch.Tensor:
+        return philox.normal((b, n, s, d), seed=seed).to(BF16).to(device)
+
+    q, k, v, grad = heads(h, sq, 242), heads(hkv, skv, 243), heads(hkv, skv, 244), heads(h, sq, 245)
+    drawn = random_state(device) if dropout else None
+    before = None if drawn is None else drawn.clone()
+    options = Options(d**-0.5, "causal_bottom_right", 5000, 0, None, dropout, drawn, key_segment=4096)
+    results = twin.attention(q, k, v, *options)
+    gradients = twin.attention_backward(grad, q, k, v, *results, *options._replace(rng_state=before))
+    return named("out m inv dq dk dv", (*results, *gradients))
+
+
 def cases() -> Iterator[Case]:
     """Attention, forward and backward."""
     for dtype in HALVES:
@@ -91,6 +107,12 @@ def cases() -> Iterator[Case]:
             run = partial(_attention, sizes, dtype, mask_type, mask, dropout)
             yield Case("attention", f"{short(dtype)}, {label}", run, live=max(sizes) > 500)
         yield Case("attention", f"{short(dtype)}, ALiBi", partial(with_options, "ALiBi", dtype), live=True)
+    for label, sizes, dropout in (
+        ("one query", (2, 4, 2, 1, 9000, 128), 0.0),
+        ("a prompt's end", (1, 2, 1, 150, 9000, 64), 0.1),
+        ("wide heads", (1, 1, 1, 100, 5000, 192), 0.0),
+    ):  # not recorded yet
+        yield Case("attention", f"bf16, in segments, {label}", partial(in_segments, sizes, dropout), live=True)
 
 
 class Drawn(NamedTuple):
@@ -234,6 +256,38 @@ def many_keys(c: Inputs) -> Iterator[Drawn]:
     yield _draw(c, (1, 4, 1, 1, 1030, 64), mask=c.mask(1, 1, 1, 1030), contiguous=True)
 
 
+def segmented(c: Inputs) -> Iterator[Drawn]:
+    """More keys than a segment has: each kernel, by itself and with what it may stand beside."""
+    given: dict[str, Any] = {"mask_type": "causal_bottom_right", "key_segment": 4096}
+    for d, sq, more in (
+        (64, 1, {}),
+        (128, 9, {"sinks": c.normal(2, dtype=FP32)}),
+        (200, 12, {"window": (300, 0)}),
+        (64, 40, {"dropout": 0.1}),
+        (128, 40, {"sinks": c.normal(2, dtype=FP32)}),
+        (40, 2, {"bias": c.normal(1, 1, 2, 4200, dtype=FP32)}),
+        (200, 40, {"dropout": 0.1}),
+        (136, 2, {"slopes": c.positive(2), "dropout": 0.5}),
+    ):
+        yield _draw(c, (1, 2, 1, sq, 4200, d), FP16 if d == 40 else BF16, **given, **more)
+    yield _draw(c, (1, 1, 1, 260, 4200, 136), key_segment=4096)  # in clusters
+    yield _draw(c, (2, 2, 1, 33, 4200, 64), q_lengths=int32(c, 33, 5), kv_lengths=int32(c, 4190, 70), **given)
+    yield _draw(c, (2, 2, 1, 33, 4200, 200), q_lengths=int32(c, 33, 5), kv_lengths=int32(c, 4190, 70), **given)
+    for d in (64, 200):  # few keys, where one chain's kernels have the words
+        yield _draw(c, (1, 2, 1, 130, 150, d), **given)
+    for d in (64, 136):
+        for place in ((2, 6, 4), (2, 6, 4, 128, 512, 0, 4608)):
+            drawn = _draw(c, (2, 2, 1, 17, 4200, d), dropout=0.4, **given)
+            numbers = torch.tensor(place, device=c.device)
+            state = torch.cat([drawn.options.rng_state, numbers])  # type: ignore[list-item]
+            yield drawn._replace(options=drawn.options._replace(rng_state=state))
+    for d in (64, 256):
+        where: dict[str, Any] = {"q_starts": int32(c, 0, 40, 45), "kv_starts": int32(c, 0, 4200, 4270)}
+        where |= {"q_lengths": int32(c, 40, 5), "kv_lengths": int32(c, 4200, 70), "longest_q": 40, "longest_kv": 4200}
+        q, k, v, grad = (c.normal(n, h, d) for n, h in ((45, 2), (4270, 1), (4270, 1), (45, 2)))
+        yield Drawn(grad, q, k, v, Options(0.125, "causal_bottom_right", -1, -1, **where, key_segment=4096))
+
+
 def placed(c: Inputs) -> Iterator[Drawn]:
     """Dropout that draws in a larger tensor: of six heads the last two, and of 512 tokens those from 128 on, too."""
     for d in (64, 128, 200):
@@ -253,7 +307,7 @@ def forward(drawn: Drawn) -> Call:
 
 
 def calls(c: Inputs) -> Calls:
-    for drawn in (*plain(c), *with_bias(c), *with_more(c), *packed(c), *many_keys(c), *placed(c)):
+    for drawn in (*plain(c), *with_bias(c), *with_more(c), *packed(c), *many_keys(c), *placed(c), *segmented(c)):
         yield forward(drawn)
 
 

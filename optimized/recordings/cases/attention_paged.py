@@ -63,6 +63,12 @@ def calls(c: Inputs) -> Calls:
     table = int32(c, *range(10, -1, -1), *[0] * 7).view(2, 9)
     yield Call(twin.attention_paged, (q, k, v, table, 0.125, "causal_bottom_right", -1, -1, *where, None))
     yield _call(c, 48, 72, e=128)
+    for d, steps in ((64, (1, 2)), (64, (1, 40)), (200, (1, 40))):  # a text of two segments
+        q, k, v = c.normal(sum(steps), 4, d), c.normal(35, 128, 2, d), c.normal(35, 128, 2, d)
+        where = (int32(c, *steps), int32(c, 4200, 130), int32(c, 0, steps[0], sum(steps)), steps[1], 4200)
+        table = int32(c, *range(34, 1, -1), *[0] * 33).view(2, 33)
+        sinks = c.normal(4, dtype=FP32) if d == 200 else None
+        yield Call(twin.attention_paged, (q, k, v, table, 0.125, "causal_bottom_right", -1, -1, *where, sinks, 4096))
     q, page = c.normal(0, 2, 16), c.normal(1, 128, 1, 16)  # nobody is there
     where = (int32(c, 0), int32(c, 0), int32(c, 0, 0), 0, 0)
     yield Call(twin.attention_paged, (q, page, page, int32(c, 0)[None], 0.25, "none", -1, -1, *where, None))

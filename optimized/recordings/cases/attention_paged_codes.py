@@ -60,6 +60,10 @@ def calls(c: Inputs) -> Calls:
     yield _call(c, 128, (1, 7), (150, 7))
     yield _call(c, 128, (1, 40), (150, 129))
     yield _call(c, 128, (0, 0), (0, 0))
+    for steps in ((1, 1), (1, 6), (1, 16), (1, 40)):  # a text of two segments
+        one = _call(c, 128, steps, (4200, 4150))
+        *first, _, right = one.args[:10]
+        yield one._replace(args=(*first, 5000, right, *one.args[10:], 4096))
 
 
 def sized(c: Inputs, rows: int, cols: int) -> Calls:

@@ -174,15 +174,18 @@ class FP8Attention(TransformerEngineBaseModule):
         if self.fp8_kv:
             check_core(layer, core, dtype)
         exact, vanilla, channels = core.attention_backend == "exact", core.softmax_type == "vanilla", core.kv_channels
+        whole = core.key_segment is None
         fits, looks = isinstance(channels, int) and channels % 16 == 0, core.return_max_logit
         if (
-            exact and vanilla and fits and dtype != torch.float32 and not (bias or cached or looks)
+            exact and vanilla and whole and fits and dtype != torch.float32 and not (bias or cached or looks)
         ) or not self.attends_in_fp8():
             return
         if not exact:
             what = f"attention_backend={core.attention_backend!r}"
         elif not vanilla:
             what = f"softmax_type={core.softmax_type!r}"
+        elif not whole:
+            what = f"key_segment={core.key_segment}"
         elif not fits:
             what = f"kv_channels={channels} (no multiple of 16: rows of FP8 operands start at multiples of 16 bytes)"
         elif looks:

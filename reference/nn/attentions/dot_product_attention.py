@@ -34,6 +34,7 @@ from reference.nn.core.checks import (
     check_equal_heads,
     check_groups,
     check_mask_type,
+    check_no_segments,
     check_qkv,
     window_of,
 )
@@ -85,7 +86,13 @@ class DotProductAttention(ContextGroup, OfCoreAttention, FP8Attention):
             PyTorch's SDPA on its cuDNN backend, on CUDA, in bf16 or fp16, without a mask or causal with as many keys as
             queries. Its bits may change with cuDNN's version, the GPU, and from run to run; its dropout draws from
             torch's generator. (Transformer Engine chooses by NVTE_FUSED_ATTN and similar variables.)
+        key_segment: 4096 takes keys in segments, in the order of `reference.ops.attentions.attention_segments`, in
+            training as in inference: a GPU shares a few queries' many keys out, and queries that see more keys than
+            that have other last bits. With "exact" alone, and not in FP8 (`fp8_dpa`); in fp32 attention is PyTorch's,
+            which knows no segments. None is one chain along all keys.
     """
+
+    key_segment: int | None = None  # of modules that were pickled before there were segments, too
 
     def __init__(
         self,
@@ -115,6 +122,7 @@ class DotProductAttention(ContextGroup, OfCoreAttention, FP8Attention):
         *,
         device: torch.device | str | None = None,
         attention_backend: str = "exact",
+        key_segment: int | None = None,
     ) -> None:
         check_arguments("DotProductAttention", locals())
         super().__init__()
@@ -138,7 +146,10 @@ class DotProductAttention(ContextGroup, OfCoreAttention, FP8Attention):
         self.attention_backend = attention_backend
         if attention_backend == "cudnn":
             check_equal_heads(of_keys, of_values)
+            check_no_segments(key_segment)
             say_once("cudnn", "attention_backend='cudnn': attention is cuDNN's and outside the bit contract")
+        if key_segment is not None:
+            self.key_segment = int(key_segment)
         device = self.resolve_device(device)
         self._set_device(device)
         self.generator = Generator(device, get_rng_state_tracker)
@@ -382,6 +393,8 @@ class DotProductAttention(ContextGroup, OfCoreAttention, FP8Attention):
         window = window_of("DotProductAttention", MASK_NAMES, mask_type, self.window_size if window is None else window)
         p = self.attention_dropout if self.training else 0.0
         found = Equation(self.softmax_scale, mask_type, window, p, self.attention_backend)
+        if self.key_segment is not None:
+            found = found._replace(key_segment=self.key_segment)
         return found._replace(fp8_kv=True) if self.fp8_kv else found
 
     def random_state(self, inp: torch.Tensor, equation: Equation) -> torch.Tensor | None:

@@ -22,7 +22,7 @@ Mask = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
 class Equation(NamedTuple):
     """How to attend: scale, Transformer Engine's mask type, the window, dropout's p, the backend, the bias's type.
 
-    `fp8_kv`: keys and values go through FP8 codes first (`fp8_keys_values.py`).
+    `fp8_kv`: keys and values go through FP8 codes first (`fp8_keys_values.py`). `key_segment`: of the ops.
     """
 
     scale: float
@@ -33,6 +33,7 @@ class Equation(NamedTuple):
     bias: str = "no_bias"
     softmax: str = "vanilla"
     fp8_kv: bool = False
+    key_segment: int | None = None
 
     def options(
         self,
@@ -48,7 +49,7 @@ class Equation(NamedTuple):
         sinks = more if self.softmax != "vanilla" else None
         bias, slopes = (None, None) if self.bias == "no_bias" or sinks is not None else (more, slopes)
         others = (bias, slopes, sinks, q_lengths, kv_lengths)
-        return Options(self.scale, mask_type, left, right, mask, self.p, state, *others)
+        return Options(self.scale, mask_type, left, right, mask, self.p, state, *others, key_segment=self.key_segment)
 
 
 class Attended(NamedTuple):

@@ -169,7 +169,7 @@ def attended_in_pages(
     if together > 1:
         rows = rows.view(-1, groups, together, rows.shape[2]).transpose(1, 2).reshape(-1, groups, rows.shape[2])
         where, rule, right = _where_together(step, together), "none", -1
-    given = (equation.scale, rule, left, right, *where, longest * together, cached.keys, sinks)
+    given = (equation.scale, rule, left, right, *where, longest * together, cached.keys, sinks, equation.key_segment)
     if step.key_scales is None or step.value_scales is None:
         out, m, inv = twin.attention_paged(rows, keys, values, table, *given)
     else:
@@ -230,7 +230,7 @@ def attended_at_once(
     """
     together = q.shape[2]
     rows = twin.rotary_append(q, k, v, angles, step.positions, step.rows, step.keys, step.values, pairs)
-    where = (*_where_together(step, together), together, cached.keys, None)
+    where = (*_where_together(step, together), together, cached.keys, None, equation.key_segment)
     given = (step.keys, step.values, step.page_table, equation.scale, "none", -1, -1, *where)
     out, _, _ = twin.attention_paged(rows.flatten(0, 1), *given)
     return _by_heads(out, together)

@@ -43,7 +43,8 @@ class MultiheadAttention(TensorParallelParts, ContextGroup, OfAttention, DeviceD
 
     Args:
         hidden_size, num_attention_heads, kv_channels, num_gqa_groups: sizes; kv_channels None is hidden / heads.
-        attention_dropout, attn_mask_type, window_size, qkv_format, attention_backend: as in `DotProductAttention`.
+        attention_dropout, attn_mask_type, window_size, qkv_format, attention_backend, key_segment: as in
+            `DotProductAttention`.
         attention_type: "self" or "cross".
         input_layernorm, normalization, layernorm_epsilon, zero_centered_gamma, return_layernorm_output: as in
             `LayerNormLinear`; without input_layernorm the others keep their defaults.
@@ -113,6 +114,7 @@ class MultiheadAttention(TensorParallelParts, ContextGroup, OfAttention, DeviceD
         softmax_type: str = "vanilla",
         *,
         attention_backend: str = "exact",
+        key_segment: int | None = None,
     ) -> None:
         given = dict(locals())
         check_arguments("MultiheadAttention", given)
@@ -196,6 +198,7 @@ class MultiheadAttention(TensorParallelParts, ContextGroup, OfAttention, DeviceD
             device=device,
             softmax_type=softmax_type,
             attention_backend=attention_backend,
+            key_segment=key_segment,
         )
         self.proj = self.same_side(Linear)(
             *(q_size, hidden_size),

@@ -277,6 +277,15 @@ def check_equal_heads(of_keys: int, of_values: int) -> None:
         )
 
 
+def check_no_segments(key_segment: int | None) -> None:
+    """Refuse attention_backend="cudnn" with an order of its own."""
+    if key_segment is not None:
+        raise NotImplementedError(
+            f"DotProductAttention: key_segment={key_segment} with attention_backend='cudnn' is not offered; 'exact' is "
+            f"accepted."
+        )
+
+
 def check_qkv(core: Any, q: Any, k: Any, v: Any, sequence_first: bool) -> None:
     """Refuse queries, keys and values that are not `[s, b, h, d]` or `[b, s, h, d]`, or do not fit together."""
     heads, groups = core.num_attention_heads_per_partition, core.num_gqa_groups_per_partition

@@ -48,7 +48,7 @@ _COMMON += ["get_rng_state_tracker", "fuse_wgrad_accumulation"]
 _COMMON += ["tp_group", "tp_size", "sequence_parallel", "set_parallel_mode"]
 _ATTENTION = ["kv_channels", "attention_dropout", "layernorm_epsilon", "num_gqa_groups", "fuse_qkv_params"]
 _ATTENTION += ["qkv_weight_interleaved", "rotary_pos_interleaved", "attention_backend", "softmax_type"]
-_ATTENTION += ["qk_norm_type", "qk_norm_eps", "qk_norm_before_rope"]
+_ATTENTION += ["key_segment", "qk_norm_type", "qk_norm_eps", "qk_norm_before_rope"]
 _NORM = ("normalization", "zero_centered_gamma", "layernorm_epsilon", "return_layernorm_output")
 
 
@@ -62,7 +62,7 @@ class TransformerLayer(TensorParallelParts, ContextGroup, OfTransformerLayer, De
         layernorm_epsilon, normalization, zero_centered_gamma: of every norm.
         hidden_dropout: after the projection and after the MLP; attention_dropout: of attention's weights.
         init_method: of q, k, v and fc1; output_layer_init_method: of proj and fc2.
-        attention_backend: as in `DotProductAttention`.
+        attention_backend, key_segment: as in `DotProductAttention`.
         self_attn_mask_type, enc_dec_attn_mask_type, window_size, enc_dec_window_size: defaults of `forward`'s; those
             of cross-attention are a decoder's.
         apply_residual_connection_post_layernorm, output_layernorm, layer_type: see the module's formulas.
@@ -138,6 +138,7 @@ class TransformerLayer(TensorParallelParts, ContextGroup, OfTransformerLayer, De
         softmax_type: str = "vanilla",
         *,
         attention_backend: str = "exact",
+        key_segment: int | None = None,
         use_fp8: None = None,
     ) -> None:
         if use_fp8 is not None:

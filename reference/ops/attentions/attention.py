@@ -34,6 +34,9 @@ its p are +0 and its alpha is 1. Where a query block visits nothing, l is 0.
 
 With lengths, each entry of a batch has its own sq and skv: `reference.ops.attentions.attention_lengths`.
 
+With `key_segment` this is done for each segment of so many keys by itself, and the segments are added:
+`reference.ops.attentions.attention_segments`.
+
 With sinks, 1 / l has one more term (`reference.ops.attentions.attention_sink`). With a bias, which is added to the
 scores, S and c become what `reference.ops.attentions.attention_bias` says.
 
@@ -66,6 +69,7 @@ from reference.ops.attentions.attention_heads import Heads, together
 from reference.ops.attentions.attention_lengths import check_lengths, entries
 from reference.ops.attentions.attention_options import Options
 from reference.ops.attentions.attention_packed import by_heads, check_packed, check_places, gathered, scattered, sizes
+from reference.ops.attentions.attention_segments import check_key_segment, join, segments
 from reference.ops.attentions.attention_sink_weights import check_sinks, sink_weights
 from reference.ops.library import define
 from reference.ops.random.dropout import check_dropout, keep_scale, state_values, threshold
@@ -194,6 +198,7 @@ def check_attention(
     check_sinks(op, q, options.sinks, options.biased)
     check_dropout(op, "q", q, options.dropout, options.rng_state, place=(3, 7))
     check_lengths(op, shape[0], q.device, options.q_lengths, options.kv_lengths)
+    check_key_segment(op, options.key_segment)
 
 
 def hidden_pairs(heads: Heads, limits: Limits, rows: slice, keys: slice) -> np.ndarray:
@@ -298,8 +303,36 @@ def _query_block(
     biases: list[np.ndarray | None],
     keep: torch.Tensor | None,
     sinks: torch.Tensor | None,
+    key_segment: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q [heads, rows, d] against the blocks `seen` of k and v: (O, m, 1 / l), before the last rounding."""
+    heads, rows, _ = q.shape
+    found: tuple[torch.Tensor, np.ndarray, np.ndarray] | None = None
+    for some in segments(seen, key_segment):
+        own = _segment(q, k, v, c, seen[some], hidden[some], biases[some], keep)
+        found = own if found is None else join(found, own)
+    if found is None:
+        nothing = torch.zeros(heads, rows, v.shape[2], dtype=torch.float32, device="cpu")
+        found = nothing, np.full(heads * rows, LOWEST), np.zeros((heads * rows, 4), np.float32)
+    total, m, l = found  # noqa: E741
+    lanes, largest = torch.from_numpy(l).view(heads, rows, 4), torch.from_numpy(m).view(heads, rows)
+    sums = (lanes[..., 0] + lanes[..., 1]) + (lanes[..., 2] + lanes[..., 3])
+    if sinks is not None:
+        sums = sums + sink_weights(sinks[:, None], largest)
+    return total, largest, inverse(sums)
+
+
+def _segment(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    c: float,
+    seen: list[slice],
+    hidden: list[np.ndarray],
+    biases: list[np.ndarray | None],
+    keep: torch.Tensor | None,
+) -> tuple[torch.Tensor, np.ndarray, np.ndarray]:
+    """O [heads, rows, e], m [heads · rows] and l [heads · rows, 4] of the blocks `seen` of one segment."""
     heads, rows, _ = q.shape
     total = torch.zeros(heads, rows, v.shape[2], dtype=torch.float32, device="cpu")
     m = np.full(heads * rows, LOWEST)
@@ -316,11 +349,7 @@ def _query_block(
         weights = rounded_weights(of_heads, q.dtype, None if keep is None else keep[:, :, keys])
         scaled = total * torch.from_numpy(alpha).view(heads, rows, 1)
         total = tensor_core.gemm(weights, v[:, keys].transpose(1, 2), c=scaled)
-    lanes, largest = torch.from_numpy(l).view(heads, rows, 4), torch.from_numpy(m).view(heads, rows)
-    sums = (lanes[..., 0] + lanes[..., 1]) + (lanes[..., 2] + lanes[..., 3])
-    if sinks is not None:
-        sums = sums + sink_weights(sinks[:, None], largest)
-    return total, largest, inverse(sums)
+    return total, m, l
 
 
 def with_channels(x: torch.Tensor, channels: int) -> torch.Tensor:
@@ -365,6 +394,7 @@ def attention(
     kv_starts: torch.Tensor | None = None,
     longest_q: int | None = None,
     longest_kv: int | None = None,
+    key_segment: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """softmax(q kᵀ · scale) v -> (out `[b, h, sq, e]` of q's dtype, m fp32 `[b, h, sq]`, inv fp32 `[b, h, sq]`).
 
@@ -384,9 +414,10 @@ def attention(
         `reference.ops.attentions.attention_lengths`. q_starts, kv_starts, longest_q, longest_kv: int32 `[b + 1]`, and
             ints. With them q, k, v and out are packed, `[tokens, heads, d]`, and sq, skv are the longest lengths:
             `reference.ops.attentions.attention_packed`.
+        key_segment: 4096, or None: one chain along all keys. See `reference.ops.attentions.attention_segments`.
     """
     first = (scale, mask_type, left, right, mask, dropout, rng_state, bias, slopes, sinks, q_lengths, kv_lengths)
-    options = Options(*first, q_starts, kv_starts, longest_q, longest_kv)
+    options = Options(*first, q_starts, kv_starts, longest_q, longest_kv, key_segment)
     out, m, inv = outputs(q, k, v, *options)
     if options.packed:
         check_places("twin::attention", options, (q.shape[0], k.shape[0]))
@@ -407,7 +438,7 @@ def attention(
             hidden = [hidden_pairs(some, seeing, rows, block) for block in seen]
             biases = [bias_tile(some, mask_type, slopes, rows, block) for block in seen]
             more = (None if keep is None else keep[:, rows], None if sinks is None else sinks[some.head])
-            of_rows = (tensors[0][:, rows], *tensors[1:], factor(scale), seen, hidden, biases, *more)
+            of_rows = (tensors[0][:, rows], *tensors[1:], factor(scale), seen, hidden, biases, *more, key_segment)
             total, largest, inverses = _query_block(*of_rows)
             m[some.batch, some.head, rows], inv[some.batch, some.head, rows] = largest, inverses
             out[some.batch, some.head, rows] = (total * (inverses * last)[..., None]).to(q.dtype)

@@ -209,18 +209,20 @@ def attention_backward(
     kv_starts: torch.Tensor | None = None,
     longest_q: int | None = None,
     longest_kv: int | None = None,
+    key_segment: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """-> (dq like q, dk like k, dv like v).
 
     Args:
         grad: the gradient of out, `[b, h, sq, e]` of q's dtype.
         q, k, v, scale, mask_type, left, right, mask, dropout, bias, slopes, sinks, q_lengths, kv_lengths, q_starts,
-            kv_starts, longest_q, longest_kv: those of the forward. Packed, grad is `[tokens, heads, e]`.
+            kv_starts, longest_q, longest_kv, key_segment: those of the forward. Packed, grad is `[tokens, heads, e]`.
+                The last one changes no word here.
         out, m, inv: the forward's results.
         rng_state: the state from before the forward; it is not advanced.
     """
     first = (scale, mask_type, left, right, mask, dropout, rng_state, bias, slopes, sinks, q_lengths, kv_lengths)
-    options = Options(*first, q_starts, kv_starts, longest_q, longest_kv)
+    options = Options(*first, q_starts, kv_starts, longest_q, longest_kv, key_segment)
     dq, dk, dv = outputs(grad, q, k, v, out, m, inv, *options)
     if options.packed:
         check_places("twin::attention_backward", options, (q.shape[0], k.shape[0]))
@@ -305,6 +307,7 @@ def attention_bias_backward(
     kv_starts: torch.Tensor | None = None,
     longest_q: int | None = None,
     longest_kv: int | None = None,
+    key_segment: int | None = None,
 ) -> torch.Tensor:
     """-> dbias, contiguous, of bias's shape and dtype: the sum of ds, in the order of
     `reference.ops.attentions.attention_bias`.
@@ -312,7 +315,7 @@ def attention_bias_backward(
     Args: those of `twin::attention_backward`; bias is needed.
     """
     first = (scale, mask_type, left, right, mask, dropout, rng_state, bias, slopes, sinks, q_lengths, kv_lengths)
-    options = Options(*first, q_starts, kv_starts, longest_q, longest_kv)
+    options = Options(*first, q_starts, kv_starts, longest_q, longest_kv, key_segment)
     dbias = bias_outputs(grad, q, k, v, out, m, inv, *options)
     if options.packed:
         check_places("twin::attention_bias_backward", options, (q.shape[0], k.shape[0]))

@@ -6,6 +6,9 @@ import torch
 
 Tensor = torch.Tensor | None
 
+KEY_SEGMENTS: tuple[int, ...] = (4096,)
+"""Keys of a segment that are accepted: `reference.ops.attentions.attention_segments`."""
+
 
 class Options(NamedTuple):
     """The arguments of `twin::attention` after q, k and v, in their order; `reference.ops.attentions.attention`
@@ -27,6 +30,7 @@ class Options(NamedTuple):
     kv_starts: Tensor = None
     longest_q: int | None = None
     longest_kv: int | None = None
+    key_segment: int | None = None
 
     @property
     def biased(self) -> bool:

@@ -35,12 +35,13 @@ def options_of(
     longest_q: int,
     longest_kv: int,
     sinks: torch.Tensor | None = None,
+    key_segment: int | None = None,
 ) -> Options:
     """Of the packed call. Where its sequences of keys begin is nothing that pages have: `kv_starts` is `q_starts`, and
     `of_gathered` has those of keys that were gathered.
     """
     where = (q_lengths, kv_lengths, q_starts, q_starts, longest_q, longest_kv)
-    return Options(scale, mask_type, left, right, None, 0.0, None, None, None, sinks, *where)
+    return Options(scale, mask_type, left, right, None, 0.0, None, None, None, sinks, *where, key_segment)
 
 
 def of_gathered(options: Options) -> Options:
@@ -126,6 +127,7 @@ def attention_paged(
     longest_q: int,
     longest_kv: int,
     sinks: torch.Tensor | None = None,
+    key_segment: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """softmax(q kᵀ · scale) v -> (out `[t, h, e]` of q's dtype, m fp32 `[b, h, longest_q]`, inv fp32 the same).
 
@@ -133,14 +135,15 @@ def attention_paged(
         q: `[t, h, d]` bf16 or fp16, as in `twin::attention`; sequence s has q_lengths[s] rows from row q_starts[s] on.
         k, v: contiguous `[pages, page_size, hkv, d]` and `[pages, page_size, hkv, e]`.
         page_table: int32 `[b, n]`, n · page_size of at least longest_kv; entries after a sequence's keys are not read.
-        scale, mask_type, left, right, sinks: as in `twin::attention`.
+        scale, mask_type, left, right, sinks, key_segment: as in `twin::attention`; segments count from key 0 of a
+            sequence, wherever it lies.
         q_lengths, kv_lengths: int32 `[b]`. q_starts: int32 `[b + 1]`.
         longest_q, longest_kv: no length is above them.
 
     Raises:
         IndexError: a key lies in a page that there is not.
     """
-    rest = (scale, mask_type, left, right, q_lengths, kv_lengths, q_starts, longest_q, longest_kv, sinks)
+    rest = (scale, mask_type, left, right, q_lengths, kv_lengths, q_starts, longest_q, longest_kv, sinks, key_segment)
     outputs(q, k, v, page_table, *rest)
     check_pages(OP, page_table, kv_lengths, k.shape[1], k.shape[0])
     keys, values = (gathered(x, page_table, longest_kv) for x in (k, v))

@@ -107,6 +107,7 @@ def attention_paged_codes(
     longest_q: int,
     longest_kv: int,
     sinks: torch.Tensor | None = None,
+    key_segment: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """softmax(q kᵀ · scale) v -> (out bf16 `[t, h, e]`, m fp32 `[b, h, longest_q]`, inv fp32 the same).
 
@@ -119,7 +120,7 @@ def attention_paged_codes(
     Raises:
         IndexError: a key lies in a page that there is not.
     """
-    rest = (scale, mask_type, left, right, q_lengths, kv_lengths, q_starts, longest_q, longest_kv, sinks)
+    rest = (scale, mask_type, left, right, q_lengths, kv_lengths, q_starts, longest_q, longest_kv, sinks, key_segment)
     outputs(q, k, v, k_scales, v_scales, page_table, *rest)
     paged.check_pages(OP, page_table, kv_lengths, k.shape[1], k.shape[0])
     keys, values, table = pages_of(q, k, v, k_scales, v_scales, page_table, longest_kv)
