@@ -462,6 +462,24 @@ __device__ __forceinline__ void chain(Shared& shared, const Arguments& a, const 
     }
 }
 
+// Zeros in the rows of out that no packed sequence has: those behind this one, and before the first. In this block's heads
+// and channels. By 128 threads.
+__device__ __forceinline__ void clear_gaps(const Arguments& a, const Head& head) {
+    if (a.q_starts == nullptr) return;
+    const int batches = gridDim.y / head.key_heads;
+    const auto clear = [&](int from, int to) {
+        for (int n = threadIdx.x; n < (to - from) * a.group * 8; n += 128) {
+            const int row = from + n / (8 * a.group), channel = 64 * blockIdx.x + n % 8 * 8;
+            const int query = head.key_head * a.group + n / 8 % a.group;
+            if (channel >= a.e) continue;
+            *reinterpret_cast<uint4*>(a.out + row * a.out_s + query * a.out_h + channel) = make_uint4(0, 0, 0, 0);
+        }
+    };
+    const int next = head.batch + 1 < batches ? min(max(__ldg(a.q_starts + head.batch + 1), 0), a.q_rows) : a.q_rows;
+    clear(head.limits.q_start + head.limits.sq, next);
+    if (head.batch == 0) clear(0, head.limits.q_start);
+}
+
 extern "C" __global__ void __launch_bounds__(kConverters + 128 * CODES)
     attention_chain(const __grid_constant__ CUtensorMap v, const __grid_constant__ Arguments a) {
     extern __shared__ __align__(1024) unsigned char memory[];
@@ -504,9 +522,10 @@ extern "C" __global__ void __launch_bounds__(kConverters + 128 * CODES)
         }
     } else if (threadIdx.x < kLoader) {
         wait_for_grid_before();
-        if (threadIdx.x < kWeighers)
+        if (threadIdx.x < kWeighers) {
+            if (blockIdx.z == segments.first) clear_gaps(a, head);
             chain(shared, a, head, segments);
-        else
+        } else
             weigh(shared, a, head);
     }
 }

@@ -2,7 +2,7 @@
 // reference/ops/attentions/rotary_append.py.
 //
 // q [t, groups, together, d], k [t, groups, d], v [t, groups, e], any strides with the last dimension contiguous; out
-// [t, together, groups, d]; freqs [positions, d2] fp32; keys [rows, groups, d], values [rows, groups, e].
+// [t, together, groups, d], any strides too; freqs [positions, d2] fp32; keys [rows, groups, d], values [rows, groups, e].
 //
 // A block has one token's group: it computes the sines and cosines of the token's angles once, in float64, and a thread
 // takes a pair of elements at a time. A step of one token is short of everything but launches, of which this is one for
@@ -23,7 +23,7 @@ struct Arguments {
     const float* freqs;
     const int* positions;
     const long long* rows;
-    long long q_t, q_g, q_p, k_t, k_g, v_t, v_g;  // strides in elements
+    long long q_t, q_g, q_p, k_t, k_g, v_t, v_g, out_t, out_p, out_g;  // strides in elements
     long long cache_rows;
     int groups, together, d, e, d2, angles;
 };
@@ -38,7 +38,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) rotary_append(const __gri
         table[j] = sine_cosine(a.freqs[static_cast<long long>(position) * a.d2 + j]);
     __syncthreads();
     const wide_t* const queries = a.q + token * a.q_t + group * a.q_g;
-    wide_t* const results = a.out + (static_cast<long long>(token) * a.together * a.groups + group) * a.d;
+    wide_t* const results = a.out + token * a.out_t + group * a.out_g;
     const wide_t* const key = a.k + token * a.k_t + group * a.k_g;
     wide_t* const own_key = a.keys + (row * a.groups + group) * a.d;
 
@@ -49,7 +49,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) rotary_append(const __gri
         const bool of_key = head == a.together;
         if (of_key && !there) continue;
         const wide_t* const from = of_key ? key : queries + head * a.q_p;
-        wide_t* const to = of_key ? own_key : results + static_cast<long long>(head) * a.groups * a.d;
+        wide_t* const to = of_key ? own_key : results + head * a.out_p;
         if (pair >= half) {
             const int at = a.d2 + pair - half;
             to[at] = from[at];

@@ -16,7 +16,7 @@ from reference.ops.library import on_cuda
 
 _THREADS = 128
 _POINTERS = ("q", "k", "v", "out", "keys", "values", "freqs", "positions", "rows")
-_STRIDES = ("q_t", "q_g", "q_p", "k_t", "k_g", "v_t", "v_g")
+_STRIDES = ("q_t", "q_g", "q_p", "k_t", "k_g", "v_t", "v_g", "out_t", "out_p", "out_g")
 _SIZES = ("groups", "together", "d", "e", "d2", "angles")
 ARGUMENTS = np.dtype(  # struct Arguments of the kernel
     [
@@ -58,7 +58,7 @@ def rotary_append(
     pointers = (q, k, v, out, keys, values, freqs, positions, rows)
     for name, x in zip(_POINTERS, pointers, strict=True):
         a[name] = x.data_ptr()
-    strides = (*q.stride()[:3], *k.stride()[:2], *v.stride()[:2])
+    strides = (*q.stride()[:3], *k.stride()[:2], *v.stride()[:2], *out.stride()[:3])
     sizes = (groups, together, d, v.shape[2], d2, freqs.shape[0])
     for name, n in zip((*_STRIDES, *_SIZES), (*strides, *sizes), strict=True):
         a[name] = n

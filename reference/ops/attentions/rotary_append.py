@@ -9,7 +9,8 @@ one:
 
 `turn` is `twin::rotary` word for word (`reference.ops.attentions.rotary`); nothing is computed here that it does not
 compute, and values are copied. The p queries that share a head of keys are rows of one head in the result, `[t, p, g,
-d]`, as attention of one token reads them. Rows that two tokens share hold the last one's.
+d]`, as attention of one token reads them; it is contiguous, or with one token by groups in memory. Rows that two tokens
+share hold the last one's.
 
 A position or a row that there is not is refused here. On a GPU such a position has the nearest angles, and such a row
 is not written.
@@ -73,6 +74,8 @@ def outputs(
             f"{OP}: freqs must have a position at least and an even number of dimensions up to {d}; got "
             f"{list(freqs.shape)}."
         )
+    if t == 1:  # by groups in memory, as q: so is attention's result, of which no copy is made then
+        return q.new_empty(t, groups, together, d).transpose(1, 2)
     return q.new_empty(t, together, groups, d)
 
 
