@@ -314,11 +314,11 @@ def _decoding_tables(payload: Payload) -> Iterator[Table]:
         "Plain PyTorch has compiled norms and flash decoding; its FP8 has neither scales nor an amax. Twin Engine also "
         "gives log-probabilities."
     )
-    note += (
-        f" Hugging Face is transformers {version}; – is not measured: for lack of time, or since a text of one segment has one chain."
-        if version
-        else ""
-    )
+    if version:
+        note += (
+            f" Hugging Face is transformers {version}; – is not measured: for lack of time, or segments of a text that "
+        )
+        note += "has one."
     if cells:
         yield table(payload, "Decoding with te.Generator", ("", *names, "FP8", "segments", "bf16"), cells, how, note)
     pairs = {context: each for (batch, context), each in speeds.items() if batch == 1}
