@@ -23,7 +23,7 @@ from optimized.ops.attentions import attention_decode
 
 twin = torch.ops.twin
 NAME = "attention_long"
-WHAT = "attention over many keys, in one chain and in segments"
+WHAT = "attention over many keys, two orders"
 KERNELS = ("attention", "attention_backward", "attention_backward_ends", "attention_decode", "attention_gaps")
 HEADS, GROUPS, D, PAGE = 32, 8, 128, 128
 BATCHES, KEYS = (1, 8, 32), (2048, 8192, 32768)
