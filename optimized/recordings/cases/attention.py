@@ -87,8 +87,8 @@ def cases() -> Iterator[Case]:
         ("one query", (2, 4, 2, 1, 9000, 128), 0.0),
         ("a prompt's end", (1, 2, 1, 150, 9000, 64), 0.1),
         ("wide heads", (1, 1, 1, 100, 5000, 192), 0.0),
-    ):  # not recorded yet
-        yield Case("attention", f"bf16, in segments, {label}", partial(in_segments, sizes, dropout), live=True)
+    ):
+        yield Case("attention", f"bf16, in segments, {label}", partial(in_segments, sizes, dropout))
 
 
 class Drawn(NamedTuple):
