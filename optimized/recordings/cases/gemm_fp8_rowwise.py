@@ -33,6 +33,8 @@ def calls(c: Inputs) -> Calls:
             yield Call(twin.gemm_fp8_rowwise_accumulate, given, chosen)
     given = (*operands(c, 300, 1808, 64), None, BF16, "fast")
     yield Call(twin.gemm_fp8_rowwise, given, with_tile(gemm_fp8_rowwise_tiled, TILES[0], 26))
+    for accumulate in ("fast", "split"):  # more k-blocks than a tile has stages
+        yield Call(twin.gemm_fp8_rowwise, (*operands(c, 136, 272, 1040), None, BF16, accumulate))
     biased = product([E4M3], [E4M3], WIDE, WIDE)
     for a, b, out, bias in (*product(FP8, FP8, WIDE, [None]), *biased):
         vector = None if bias is None else c.x(48, dtype=bias)

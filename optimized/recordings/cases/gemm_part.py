@@ -22,6 +22,9 @@ def calls(c: Inputs) -> Calls:
         yield Call(twin.gemm_fp8_part, given, with_tile(gemm_fp8_part_tiled, tile))
     from_zero = (c.codes(300, 64, dtype=E4M3), c.codes(1808, 64, dtype=E4M3), None, "fast")
     yield Call(twin.gemm_fp8_part, from_zero, with_tile(gemm_fp8_part_tiled, TILES[0], 26))
+    for accumulate in ("fast", "split"):  # more k-blocks than a tile has stages
+        given = (c.codes(136, 1040, dtype=E4M3), c.codes(272, 1040, dtype=E4M3), c.x(136, 272, dtype=FP32), accumulate)
+        yield Call(twin.gemm_fp8_part, given)
     for a, b, accumulate, start in product(FP8, FP8, ("fast", "split"), (0, 1, None)):
         accumulator = None if start is None else c.x(40, 48, dtype=FP32, start=start)
         yield Call(twin.gemm_fp8_part, (c.codes(40, 272, dtype=a), c.codes(48, 272, dtype=b), accumulator, accumulate))
