@@ -31,9 +31,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
-
-import optimized  # noqa: F401  (its kernels, for a GPU)
-import reference as te
+import twin_engine.reference as te  # layers on the CPU or, with --device cuda, on a GPU
 
 DIGITS, ARROW, VOCABULARY = 4, 10, 16
 TEXT = 2 * DIGITS + 1  # a prompt, ">", an answer

@@ -63,7 +63,7 @@ def replay(case: Case, recording: Recording) -> Tally:
 def _jobs(gpu: torch.device | None, listed: list[Case]) -> Iterator[tuple[str, str, Callable[[], Tally]]]:
     """Everything that this machine can compare: names of ops, names of their cases, and functions that compare."""
     if gpu is not None:
-        for case in listed:
+        for case in (*listed, *cases.lists()):
             yield case.op, case.name, partial(live, case, gpu)
         return
     recording = outputs.read(reader.DATA)

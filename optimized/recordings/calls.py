@@ -4,7 +4,7 @@
         yield Call(twin.dbias, (c.x(65, 300),))
 
 The same calls run on a CPU, on a GPU or in the simulator beside the CPU (tests/ops/test_ops.py; on a GPU `twin parity`,
-too), under compute-sanitizer (tests/tools/sanitizer.py), and on a GPU that only takes notes
+too: `compared`), under compute-sanitizer (tests/tools/sanitizer.py), and on a GPU that only takes notes
 (tests/cuda/test_launches.py). So a new op has one list of them.
 """
 
@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_map_only
 
-from optimized.recordings.case import FP8, HALVES
+from optimized.recordings.case import FP8, HALVES, Outputs
 from reference.inspect.recorded_step.ops import tensors_of
 from reference.numbers import formats
 
@@ -45,6 +46,24 @@ class Call(NamedTuple):
         """What comes back."""
         on_gpu = self.chosen is not None and any(x.is_cuda for x in tensors_of(self.args))
         return (self.chosen if on_gpu and self.chosen is not None else self.op)(*self.args)
+
+    def changed(self) -> list[int]:
+        """Which of its arguments the op may change."""
+        arguments = getattr(torch.ops.twin, self.name).default._schema.arguments
+        return [i for i, one in enumerate(arguments) if one.alias_info is not None and one.alias_info.is_write]
+
+    def moved(self, device: torch.device) -> "Call":
+        """The same call there, of copies laid out alike: strides, where tensors begin, and who shares memory."""
+        storages: dict[int, torch.Tensor] = {}
+
+        def there(x: torch.Tensor) -> torch.Tensor:
+            storage = x.untyped_storage()
+            if storage._cdata not in storages:
+                whole = torch.empty(0, dtype=torch.uint8).set_(storage)
+                storages[storage._cdata] = whole.to(device, copy=True)
+            return storages[storage._cdata].view(x.dtype).as_strided(x.shape, x.stride(), x.storage_offset())
+
+        return self._replace(args=tree_map_only(torch.Tensor, there, self.args))
 
 
 class Inputs:
@@ -134,3 +153,13 @@ class Inputs:
 
 
 Calls = Iterator[Call]
+
+
+def compared(calls: Callable[[Inputs], Calls], device: torch.device) -> Outputs:
+    """What each call of a list gives on a device, and the arguments that it has changed."""
+    found: Outputs = {}
+    for i, here in enumerate(calls(Inputs("cpu"))):
+        call = here.moved(device)
+        results = [call.run(), *(call.args[place] for place in call.changed())]
+        found |= {f"{i}.{n}": x for n, x in enumerate(tensors_of(results))}
+    return found

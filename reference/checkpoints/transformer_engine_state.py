@@ -75,7 +75,7 @@ def read(name: str, value: Any) -> tuple[dict[str, torch.Tensor], DelayedScaling
         tensors = {ours: _tensor(tree[theirs], stored) for ours, theirs in PARTS.items()}
     except Refused as error:
         raise ValueError(
-            f"checkpoint: {name} {error}; the FP8 state of a layer of Transformer Engine's is accepted: "
+            f"checkpoint: {name} {error}; the FP8 state of a layer of Transformer Engine is accepted: "
             f"{', '.join(PARTS.values())}, and a recipe."
         ) from None
     return tensors, _recipe(name, tree.get("recipe"))

@@ -192,8 +192,11 @@ class Delayed(Quantizer):
         dtype: torch.dtype,
         transpose: bool,
     ) -> tuple[Quantized, torch.Tensor, torch.Tensor]:
+        if not transpose:
+            q, scale_inv, mean, rstd = twin.norm_cast(x, gamma, beta, *plan, *self._state())
+            return per_tensor(q, None, scale_inv), mean, rstd
         *cast, mean, rstd = twin.norm_cast_transpose(x, gamma, beta, *plan, *self._state())
-        return _without_transpose(cast, transpose), mean, rstd
+        return per_tensor(*cast), mean, rstd
 
     def activation(
         self, x: Quantized, w: Quantized, bias: torch.Tensor | None, plan: ActivationPlan, transpose: bool

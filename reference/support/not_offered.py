@@ -103,7 +103,7 @@ METHODS: dict[str, dict[str, str]] = {
         "te.Float8Tensor has it, a view and a weight in blocks have not": "get_metadata make_like to_dtype",
     },
     "Float8Tensor": {
-        "`fully_shard` makes a rank's rows of a weight, a DTensor's, which have it": "fsdp_pre_all_gather "
+        "`fully_shard` turns a rank's rows of a weight into a DTensor, which has it": "fsdp_pre_all_gather "
         "fsdp_post_all_gather"
     },
 }

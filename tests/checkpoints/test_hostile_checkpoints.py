@@ -63,7 +63,7 @@ def hostile(folder: Path) -> dict[str, Any]:
 
 REFUSED = (
     r"^checkpoint: 2._extra_state is a pickle that names 'posix.mkdir', which was not executed; the FP8 state of a "
-    r"layer of Transformer Engine's is accepted: scale_fwd, amax_history_fwd, scale_bwd, amax_history_bwd, and a "
+    r"layer of Transformer Engine is accepted: scale_fwd, amax_history_fwd, scale_bwd, amax_history_bwd, and a "
     r"recipe\.$"
 )
 

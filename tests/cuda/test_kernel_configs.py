@@ -13,7 +13,7 @@ MACROS: dict[str, set[str]] = {}
 for kernel, given in defaults.configurations():
     MACROS.setdefault(kernel, set()).update(given)
 # No tiles, no stages: an element or a row at a time.
-WITHOUT = {"attention_fp8_backward", "end_gemm", "rotary", "softmax"}
+WITHOUT = {"attention_fp8_backward", "end_gemm", "rotary", "rotary_append", "softmax"}
 # By macro they say of which types elements are; the fused GEMM has them from the kernel that it replaces.
 OF_ELEMENTS = {"activations/activation.cuh", "common/quantize.cuh", "common/wide.cuh"}
 

@@ -12,7 +12,7 @@ import pytest
 
 from optimized import defaults
 from optimized.cuda import compiler
-from optimized.ops.attentions import attention, attention_backward, attention_decode, rotary, softmax
+from optimized.ops.attentions import attention, attention_backward, attention_decode, rotary, rotary_append, softmax
 from optimized.ops.casts import cat_cast_transpose, multi_cast_transpose, multi_current_scale, scale_update
 from optimized.ops.digests import word_sums
 from optimized.ops.gemms import gemm_fused, gemm_operands
@@ -99,6 +99,7 @@ CASES = [
     table("sgd", sgd._ROW),
     table("word_sums", word_sums._ROW),
     Case("rotary", "Strides", rotary.STRIDES),
+    Case("rotary_append", "Arguments", rotary_append.ARGUMENTS),
     Case("softmax", "Mask", softmax._MASK, names={"strides": "b"}),
     *(Case(kernel, "OperandMaps", gemm_operands.MAPS) for kernel in GEMMS),
     *(

@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 from shared.bits import assert_same_bits
-from shared.op_calls import LISTS, SIZED, drawn, dry, dry_sized, moved, sized
+from shared.op_calls import LISTS, SIZED, drawn, dry, dry_sized, sized
 from torch.utils._pytree import tree_map_only
 
 import optimized  # noqa: F401  (registers the CUDA kernels)
@@ -20,12 +20,6 @@ from reference.ops import library
 
 NOTHING = ((0, 16), (16, 0), (1, 0), (0, 0))
 SMALL = 1 << 13  # numbers in a call's arguments, for the simulator
-
-
-def changed(call: Call) -> list[int]:
-    """Which of its arguments an op may change."""
-    arguments = getattr(torch.ops.twin, call.name).default._schema.arguments
-    return [i for i, one in enumerate(arguments) if one.alias_info is not None and one.alias_info.is_write]
 
 
 def without_numbers(x: torch.Tensor) -> torch.Tensor:
@@ -51,7 +45,7 @@ def test_a_call_gives_the_same_twice_and_changes_what_it_says(name: str, every: 
         others = call._replace(args=again).run()
         for a, b in zip(tensors_of([results, call.args]), tensors_of([others, again]), strict=True):
             assert_same_bits(a, b, call.name)
-        may_change = changed(call)
+        may_change = call.changed()
         for i, (now, then) in enumerate(zip(call.args, before, strict=True)):
             if i not in may_change:
                 for a, b in zip(tensors_of(now), tensors_of(then), strict=True):
@@ -90,7 +84,7 @@ def test_cuda_gives_the_words_of_the_cpu(name: str, device: torch.device, is_sim
         random.Random(name).shuffle(small)
         calls = list({call.name: (i, call) for i, call in small}.values())  # one of each op
     for i, here in calls:
-        there = moved(here, device)
+        there = here.moved(device)
         torch.full((1 << 20,), torch.nan, device=device)  # what the allocator hands out next
         found, expected = there.run(), here.run()
         for a, b in zip(tensors_of([found, there.args]), tensors_of([expected, here.args]), strict=True):

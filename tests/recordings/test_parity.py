@@ -20,7 +20,6 @@ from optimized.recordings import cases, linear, outputs, reader, transformer_eng
 from optimized.recordings import tensor_core as recorded_tensor_core
 from optimized.recordings.case import Case
 from reference.numbers import tensor_core
-from reference.ops import library
 from reference.support import files
 
 CPU = torch.device("cpu")
@@ -154,30 +153,12 @@ def test_a_recording_sees_every_word(tmp_path: Path, size: int) -> None:
 def test_parity_records_what_it_replays(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The recorder, with the CPU in the GPU's place: a case of every op and layer, recorded and replayed.
-
-    Cases call every operation of the library. A large one (`live`) is run only where an op has no other.
-    """
+    """The recorder, with the CPU in the GPU's place: a case of every op and layer, recorded and replayed."""
     console, read = Console(width=200), outputs.read
     every = list(cases.cases())
     some = list({case.op: case for case in every if not case.live}.values())
-    called = set()
-    real, modules = torch.ops.twin, [module for module in cases.MODULES.values() if hasattr(module, "twin")]
-
-    class Spy:
-        def __getattr__(self, name: str) -> Any:
-            called.add(name)
-            return getattr(real, name)
-
-    with monkeypatch.context() as patch:
-        for module in modules:
-            patch.setattr(module, "twin", Spy())
-        patch.setattr(cases, "cases", lambda: some)
-        assert parity.record(tmp_path, CPU, console) == 0
-        for case in {case.op: case for case in every if case.op not in {one.op for one in some}}.values():
-            case.run(CPU)
-    assert called == set(vars(library.twin)) - set(library.CPU_ONLY)
     monkeypatch.setattr(cases, "cases", lambda: some)
+    assert parity.record(tmp_path, CPU, console) == 0
     recording = outputs.read(tmp_path)
     monkeypatch.setattr(outputs, "read", lambda folder: recording)
     monkeypatch.setattr(recorded_tensor_core, "steps", lambda: [])
@@ -252,6 +233,21 @@ def test_an_op_or_layer_on_both_sides(op: str, same_bits: Callable[..., None]) -
         assert here.keys() == there.keys()
         for name, tensor in here.items():
             same_bits(tensor, there[name], f"{case.name}: {name}")
+
+
+@pytest.mark.sample(6)
+@pytest.mark.parametrize("op", sorted(cases.having("calls")))
+def test_the_calls_of_a_list_are_compared(op: str) -> None:
+    """Where both sides run: with the CPU in the GPU's place every word is equal, and a bit that is not is counted."""
+    case = next(case for case in cases.lists() if case.op == op)
+    here, there = case.run(CPU), case.run(CPU)
+    runs = [here, there, here, there]
+    again = Case(op, case.name, lambda device: runs.pop(0))
+    assert parity.live(again, CPU).equal
+    name = next(name for name, x in there.items() if x.numel() and bool(x.reshape(-1)[0].float().isfinite()))
+    there[name] = there[name].clone(memory_format=torch.contiguous_format)
+    there[name].reshape(-1).view(torch.uint8)[0] ^= 1
+    assert parity.live(again, CPU).different == 1
 
 
 @pytest.mark.gpu

@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import torch
 from shared.dry_gpu import DryGpu, Launched
-from torch.utils._pytree import tree_map_only
 
 from optimized.recordings import cases
 from optimized.recordings.calls import Call, Inputs
@@ -20,20 +19,6 @@ SIZED = sorted(cases.having("sized"))
 def drawn(name: str, seed: int = 0) -> list[Call]:
     """The calls of a file, on the CPU."""
     return list(cases.MODULES[name].calls(Inputs("cpu", seed)))
-
-
-def moved(call: Call, device: torch.device) -> Call:
-    """The same call there, of memory laid out alike: strides, where tensors begin, and who shares memory."""
-    storages: dict[int, torch.Tensor] = {}
-
-    def there(x: torch.Tensor) -> torch.Tensor:
-        storage = x.untyped_storage()
-        if storage._cdata not in storages:
-            storages[storage._cdata] = torch.empty(0, dtype=torch.uint8).set_(storage).to(device)
-        whole = storages[storage._cdata].view(x.dtype)
-        return whole.as_strided(x.shape, x.stride(), x.storage_offset())
-
-    return call._replace(args=tree_map_only(torch.Tensor, there, call.args))
 
 
 def sized(name: str, device: torch.device | str, rows: int, cols: int) -> Iterator[Call]:

@@ -145,8 +145,8 @@ def tables(payload: Payload) -> list[Table]:
     columns = (case, "forward ms", "TFLOP/s", "of cuDNN", "backward ms", "TFLOP/s", "of cuDNN")
     how = (
         "100 % is the speed of cuDNN's attention as torch calls it, in the same run. A CPU reproduces the bits of "
-        "ours, and not those of cuDNN's. FLOP are counted as usual: two products forward, five backward, half of them "
-        "where causal."
+        "our attention, but not those of cuDNN. FLOP are counted as usual: two products forward, five backward, half "
+        "of them where causal."
     )
     in_fp8 = []
     for name, times in payload["ms"]["FP8"].items():

@@ -34,7 +34,7 @@ NAME = "decode"
 WHAT = "tokens one by one from a cache, against others"
 KERNELS = (
     *("activation", "activation_cast_transpose", "attention", "attention_decode", "cast", "cast_transpose", "dropout"),
-    *("gemm", "gemm_fp8", "gemm_fp8_fused", "norm", "norm_cast_transpose", "norm_total", "rotary"),
+    *("gemm", "gemm_fp8", "gemm_fp8_fused", "norm", "norm_cast", "norm_cast_transpose", "norm_total", "rotary"),
 )
 LAYERS, ROOM, PROMPT = 4, 2048, 1792
 BATCHES = (1, 32)

@@ -72,7 +72,7 @@ def _steps(payload: Payload, title: str, cases: list[dict[str, Any]]) -> Table:
     columns = ("layer", "attention", "every bit defined", *(one["case"]["name"] for one in cases), *cores, "GiB")
     how = (
         "Milliseconds of one training step without the optimizer. Rows that name neither PyTorch nor Transformer "
-        "Engine show this library, with exact attention or with cuDNN's, which no CPU reproduces."
+        "Engine show this library, with exact attention or with that of cuDNN, which no CPU reproduces."
     )
     pool = f" (CuPy's pool held {payload['cupy_pool_bytes']} bytes)" if "cupy_pool_bytes" in payload else ""
     note = (

@@ -166,4 +166,4 @@ def tables(payload: Payload) -> list[Table]:
     )
     theirs = f"torchao {payload['torchao']}, compiled" if payload["words"] else "torchao"
     columns = ("recipe", "ours", theirs, "share of its time", "words compared", "words different", "bf16, compiled")
-    return [table(payload, "Row-wise scaling and torchao's", columns, rows, how)]
+    return [table(payload, "Row-wise scaling, here and in torchao", columns, rows, how)]

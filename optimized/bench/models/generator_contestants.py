@@ -30,13 +30,18 @@ def normal(x: torch.Tensor) -> torch.Tensor:
 
 
 class Model(torch.nn.Module):
-    """This library's Llama: tokens `[s, b]` to logits `[s, b, vocabulary]`; the layers in FP8, or all in 16 bits."""
+    """This library's Llama: tokens `[s, b]` to logits `[s, b, vocabulary]`; the layers in FP8, or all in 16 bits.
 
-    def __init__(self, case: Case, layers: int, vocabulary: int, fp8: bool, device: str = "cuda") -> None:
+    `segment`: the layers' `key_segment`.
+    """
+
+    def __init__(
+        self, case: Case, layers: int, vocabulary: int, fp8: bool, device: str = "cuda", segment: int | None = None
+    ) -> None:
         super().__init__()
         common: dict[str, Any] = {"params_dtype": case.dtype, "device": device}
         options: dict[str, Any] = {"normalization": "RMSNorm", "bias": False, "activation": "swiglu", **common}
-        options |= {"num_gqa_groups": case.kv_heads, "fuse_qkv_params": True}
+        options |= {"num_gqa_groups": case.kv_heads, "fuse_qkv_params": True, "key_segment": segment}
         options |= {"init_method": normal, "output_layer_init_method": normal}
         self.case, self.fp8 = case, fp8
         with te.quantized_model_init(enabled=fp8):

@@ -339,7 +339,6 @@ __device__ __forceinline__ void weigh(Shared& shared, const Arguments& a, const 
     }
 }
 
-#if SEGMENT
 // The segments that a key head visits, and this block's one, of which it visits `blocks`.
 struct Segments {
     int first, count;
@@ -347,14 +346,16 @@ struct Segments {
 
     // Without a key there is one segment, which is empty.
     __device__ __forceinline__ Segments(const Range& all, int number) {
-        first = all.any() ? all.from / kSegmentBlocks : 0;
-        count = all.any() ? (all.to - 1) / kSegmentBlocks - first + 1 : 1;
-        blocks = {max(all.from, number * kSegmentBlocks), min(all.to, (number + 1) * kSegmentBlocks)};
+        constexpr int kBlocks = SEGMENT > 0 ? kSegmentBlocks : 1;
+        first = all.any() ? all.from / kBlocks : 0;
+        count = all.any() ? (all.to - 1) / kBlocks - first + 1 : 1;
+        blocks = {max(all.from, number * kBlocks), min(all.to, number * kBlocks + kBlocks)};
     }
 
     __device__ __forceinline__ bool has(int number) const { return number >= first && number < first + count; }
 };
 
+#if SEGMENT
 constexpr int kFound = kAcc + 2;  // floats of a thread of the chain: O, m and l
 
 // Adds the segments of a key head, if all have come; false if others are to come. o, m and l as in `chain`.
@@ -402,7 +403,7 @@ __device__ __forceinline__ bool add_segments(float (&o)[kAcc], float& m, float& 
 #endif
 
 // One warpgroup: channels 16 w + l / 4 + 8 (i / 2) of the block's 64 in o[4 t + i], of row 8 t + 2 (l % 4) + i % 2.
-__device__ __forceinline__ void chain(Shared& shared, const Arguments& a, const Head& head) {
+__device__ __forceinline__ void chain(Shared& shared, const Arguments& a, const Head& head, const Segments& segments) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     float o[kAcc], m = kLowest, l = 0.0f;  // m and l of row threadIdx.x / 4; l of a lane of the definition's
 #pragma unroll
@@ -433,7 +434,6 @@ __device__ __forceinline__ void chain(Shared& shared, const Arguments& a, const 
         shared.p_box[n].arrive_empty();
     }
 #if SEGMENT
-    const Segments segments(Head(a, blockIdx.y).blocks, blockIdx.z);
     if (segments.count > 1 && !add_segments(o, m, l, a, segments)) return;
 #endif
     if (threadIdx.x < 4 * kRows) {
@@ -462,6 +462,24 @@ __device__ __forceinline__ void chain(Shared& shared, const Arguments& a, const 
     }
 }
 
+// Zeros in the rows of out that no packed sequence has: those behind this one, and before the first. In this block's heads
+// and channels. By 128 threads.
+__device__ __forceinline__ void clear_gaps(const Arguments& a, const Head& head) {
+    if (a.q_starts == nullptr) return;
+    const int batches = gridDim.y / head.key_heads;
+    const auto clear = [&](int from, int to) {
+        for (int n = threadIdx.x; n < (to - from) * a.group * 8; n += 128) {
+            const int row = from + n / (8 * a.group), channel = 64 * blockIdx.x + n % 8 * 8;
+            const int query = head.key_head * a.group + n / 8 % a.group;
+            if (channel >= a.e) continue;
+            *reinterpret_cast<uint4*>(a.out + row * a.out_s + query * a.out_h + channel) = make_uint4(0, 0, 0, 0);
+        }
+    };
+    const int next = head.batch + 1 < batches ? min(max(__ldg(a.q_starts + head.batch + 1), 0), a.q_rows) : a.q_rows;
+    clear(head.limits.q_start + head.limits.sq, next);
+    if (head.batch == 0) clear(0, head.limits.q_start);
+}
+
 extern "C" __global__ void __launch_bounds__(kConverters + 128 * CODES)
     attention_chain(const __grid_constant__ CUtensorMap v, const __grid_constant__ Arguments a) {
     extern __shared__ __align__(1024) unsigned char memory[];
@@ -473,14 +491,12 @@ extern "C" __global__ void __launch_bounds__(kConverters + 128 * CODES)
         fence_mbarrier_init();
     }
     __syncthreads();
-#if SEGMENT
     Head head(a, blockIdx.y);
     const Segments segments(head.blocks, blockIdx.z);
-    if (!segments.has(blockIdx.z)) return;
-    head.blocks = segments.blocks;
-#else
-    const Head head(a, blockIdx.y);
-#endif
+    if constexpr (SEGMENT > 0) {
+        if (!segments.has(blockIdx.z)) return;
+        head.blocks = segments.blocks;
+    }
     if (threadIdx.x == kLoader) {  // what it reads is older than the scores
         Stage<kChainStages> stage;
         Mailbox* const boxes = CODES ? shared.codes_box : shared.v_box;
@@ -506,9 +522,10 @@ extern "C" __global__ void __launch_bounds__(kConverters + 128 * CODES)
         }
     } else if (threadIdx.x < kLoader) {
         wait_for_grid_before();
-        if (threadIdx.x < kWeighers)
-            chain(shared, a, head);
-        else
+        if (threadIdx.x < kWeighers) {
+            if (blockIdx.z == segments.first) clear_gaps(a, head);
+            chain(shared, a, head, segments);
+        } else
             weigh(shared, a, head);
     }
 }

@@ -6,43 +6,13 @@
 // Defines: WIDE (0 fp32, 1 bf16, 2 fp16), VECTOR (1: heads, halves and lines at multiples of 16 bytes), INTERLEAVED.
 #include "common/wide.cuh"
 #include "common/wide_store.cuh"
+#include "rotary_angle.cuh"
 
 using namespace twin;
 
 constexpr int kThreads = 256;
 constexpr int kAhead = 4;                  // heads whose loads are in flight
 constexpr int kRun = VECTOR ? kLanes : 2;  // elements of a thread
-
-struct SineCosine {
-    float sine, cosine;
-};
-
-// Taylor polynomials on [-pi/4, pi/4]. Every operation is one of float64, rounded once, as the reference has them.
-__device__ __forceinline__ SineCosine sine_cosine(float angle) {
-    const double x = angle;
-    if (!(fabs(x) < 2147483648.0)) return {__int_as_float(0x7FFFFFFF), __int_as_float(0x7FFFFFFF)};
-    const double n = rint(x * 0.63661977236758134308);
-    const double r = (x - n * 1.57079632673412561417e00) - n * 6.07710050650619224932e-11;
-    const double z = r * r;
-    double sine = 1.0 / 6227020800.0;
-    sine = sine * z + -1.0 / 39916800.0;
-    sine = sine * z + 1.0 / 362880.0;
-    sine = sine * z + -1.0 / 5040.0;
-    sine = sine * z + 1.0 / 120.0;
-    sine = sine * z + -1.0 / 6.0;
-    sine = (sine * z) * r + r;
-    double cosine = -1.0 / 87178291200.0;
-    cosine = cosine * z + 1.0 / 479001600.0;
-    cosine = cosine * z + -1.0 / 3628800.0;
-    cosine = cosine * z + 1.0 / 40320.0;
-    cosine = cosine * z + -1.0 / 720.0;
-    cosine = cosine * z + 1.0 / 24.0;
-    cosine = cosine * z + -0.5;
-    cosine = cosine * z + 1.0;
-    const int quarter = static_cast<int>(static_cast<long long>(n) & 3);
-    const double s = quarter % 2 ? cosine : sine, c = quarter % 2 ? sine : cosine;
-    return {static_cast<float>(quarter >= 2 ? -s : s), static_cast<float>(quarter == 1 || quarter == 2 ? -c : c)};
-}
 
 // kRun elements of a line from j on, of which those before `end` exist.
 __device__ __forceinline__ Vector<kRun> load_run(const wide_t* line, int j, int end) {
@@ -64,11 +34,6 @@ __device__ __forceinline__ void store_run(wide_t* line, const float (&v)[kRun], 
 struct Strides {
     long long s, b, h;  // in elements
 };
-
-// A rotated element. The sine carries the sign: x - y is x + (-y), bit for bit.
-__device__ __forceinline__ float turned(float own, float other, float cosine, float sine) {
-    return __fmul_rn(own, cosine) + __fmul_rn(other, sine);
-}
 
 // The block fills the table of its position's sines and cosines. Then a thread takes one run of kRun elements, and the
 // run of their partners, of every step-th head: their sines and cosines stay in registers. The loads of kAhead heads

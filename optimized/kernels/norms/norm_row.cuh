@@ -1,12 +1,13 @@
 // Rows of a norm: parameters, and the written order of a row's sum.
 //
-// Which kernel runs when (optimized/ops/norms/norm.py, norm_backward.py, norm_cast_transpose.py and norm_cast_blocks.py
-// choose):
+// Which kernel runs when (optimized/ops/norms/norm.py, norm_backward.py, norm_cast.py, norm_cast_transpose.py and
+// norm_cast_blocks.py choose):
 //
 //   file                    form                                rows
 //   norm.cu                 in registers (norm_registers.cuh)   hidden <= 16384, a multiple of 8
 //                           VECTOR 1: three times from L1       longer ones, a multiple of 8
 //                           VECTOR 0: element by element        any other hidden
+//   norm_cast.cu            in registers (norm_registers.cuh)   hidden <= 16384, a multiple of 16
 //   norm_cast_transpose.cu  a row to a warp of norm_registers   hidden <= 1024, a multiple of 16
 //                           CLUSTER: blocks share a row         hidden <= 16384, a multiple of 16
 //   norm_statistics.cu      in registers (norm_registers.cuh)   before norm_cast_blocks.cu, which reads x again

@@ -293,8 +293,6 @@ def attend(
         inputs = [loadable(x) for x in (q, k, v)]  # copies must live until the launch
         if attention_decode.takes(q, k, options, launch.processors(q.device.index)):
             attention_decode.decode(inputs[0], inputs[1], inputs[2], (out, m, inv), options, pages)
-            if options.packed:
-                clear_gaps(q, k, options, (out,), False)
             return
         a = arguments(q, k, out, options, pages)
         size, index = widest(q, v), q.device.index

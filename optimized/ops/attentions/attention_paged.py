@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from optimized.ops.attentions.attention import CAPACITIES, FORMATS, SEGMENTS, Entries, Pages, attend, kernels
-from reference.ops.attentions.attention_paged import gathered, options_of, outputs, reads_in_place
+from reference.ops.attentions.attention_paged import gathered, of_gathered, options_of, outputs, reads_in_place
 from reference.ops.library import on_cuda
 
 _PAGED = Entries(True, True, True)
@@ -31,5 +31,5 @@ def attention_paged(
     else:
         longest = options.longest_kv or 0
         rows = (gathered(k, page_table, longest), gathered(v, page_table, longest))
-        attend("twin::attention_paged", q, *rows, results, options)
+        attend("twin::attention_paged", q, *rows, results, of_gathered(options))
     return results

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from optimized.ops.attentions import attention_decode
-from optimized.ops.attentions.attention import check_grid, clear_gaps, loadable
+from optimized.ops.attentions.attention import check_grid, loadable
 from optimized.ops.attentions.attention_paged import attention_paged
 from reference.ops.attentions.attention_options import KEY_SEGMENTS
 from reference.ops.attentions.attention_packed import by_heads
@@ -44,6 +44,5 @@ def attention_paged_codes(
         check_grid("twin::attention_paged_codes", queries, m.shape[0])
         where = ((out, m, inv), options, (page_table, k.shape[1]), (k_scales, v_scales))
         attention_decode.decode(loadable(queries), keys, values, *where)
-        clear_gaps(queries, keys, options, (out,), False)
         return results
     return attention_paged(q, *pages_of(q, k, v, k_scales, v_scales, page_table, options.longest_kv or 0), *rest)

@@ -12,7 +12,7 @@ from reference.ops.attentions.rotary import outputs
 from reference.ops.library import on_cuda
 
 _THREADS = 256
-_MAX_DIMENSIONS = 4096  # of freqs: the kernel keeps their table in shared memory
+MAX_DIMENSIONS = 4096  # of freqs: the kernel keeps their table in shared memory
 
 STRIDES = np.dtype([("s", "i8"), ("b", "i8"), ("h", "i8")])  # struct Strides of the kernel
 
@@ -44,8 +44,8 @@ def rotary(x: torch.Tensor, freqs: torch.Tensor, interleaved: bool, backward: bo
     """`x` `[s, b, h, d]`, freqs fp32 `[positions, d2]` -> like x."""
     out = outputs(x, freqs, interleaved, backward)
     d2 = freqs.shape[1]
-    if d2 > _MAX_DIMENSIONS:
-        raise ValueError(f"twin::rotary: freqs must have at most {_MAX_DIMENSIONS} dimensions on a GPU; got {d2}.")
+    if d2 > MAX_DIMENSIONS:
+        raise ValueError(f"twin::rotary: freqs must have at most {MAX_DIMENSIONS} dimensions on a GPU; got {d2}.")
     if not x.numel():
         return out
     s, b, h, d = x.shape

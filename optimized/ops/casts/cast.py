@@ -7,7 +7,7 @@ import torch
 
 from optimized.cuda import launch
 from optimized.ops.casts.amax import WIDE, aligned, amax_pointer
-from reference.ops.casts.cast import outputs
+from reference.ops.casts.cast import Scaling, outputs
 from reference.ops.library import on_cuda
 
 FP8 = {torch.float8_e4m3fn: 0, torch.float8_e5m2: 1}  # the macro of kernels/common/quantize.cuh
@@ -25,16 +25,21 @@ def scaling_pointers(scale: torch.Tensor, amax_history: torch.Tensor | None, col
     return scale.data_ptr() + 4 * column * scale.stride(0), amax_pointer(amax_history, column)
 
 
-@on_cuda
-def cast(
-    x: torch.Tensor, scale: torch.Tensor, amax_history: torch.Tensor | None, column: int, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`x` `[rows, cols]`, `scale` fp32 `[columns]` -> (q `[rows, cols]` of `dtype`, scale_inv fp32 `[1]`)."""
-    q, scale_inv = outputs(x, scale, amax_history, column, dtype)
+def run(out: tuple[torch.Tensor, torch.Tensor], x: torch.Tensor, *scaling: *Scaling) -> None:
+    """Launch the kernel on checked arguments: it writes q and scale_inv to `out`."""
+    q, scale_inv = out
+    scale, amax_history, column, dtype = scaling
     x = aligned(x)
     pointers = (x.data_ptr(), *scaling_pointers(scale, amax_history, column), q.data_ptr(), scale_inv.data_ptr())
     # At least one block: it writes scale_inv.
     grid = (max(1, -(-x.numel() * x.element_size() // _BYTES_PER_BLOCK)),)
     args = (*pointers, np.int64(x.numel()))
     launch.launch(_kernels[x.dtype, dtype], grid, (_THREADS,), args, device=x.device.index)
-    return q, scale_inv
+
+
+@on_cuda
+def cast(x: torch.Tensor, *scaling: *Scaling) -> tuple[torch.Tensor, torch.Tensor]:
+    """`x` `[rows, cols]`, `scale` fp32 `[columns]` -> (q `[rows, cols]` of `dtype`, scale_inv fp32 `[1]`)."""
+    out = outputs(x, *scaling)
+    run(out, x, *scaling)
+    return out

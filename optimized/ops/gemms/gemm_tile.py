@@ -5,7 +5,7 @@ problem and the number of multiprocessors:
 
     time = sum over waves of (cycles of a tile's ends + max(k-blocks · cycles of a k-block, cycles of its copies))
 
-The cycles are fitted to a sweep on an H200 (docs/results/gemm_sweep.json). A cluster takes more, since it starts later.
+The cycles are fitted to a sweep on an H200 (tests/golden/gemm_sweep.json). A cluster takes more, since it starts later.
 The copies of a wave take as long as a multiprocessor's copy engine needs for its rows, or as L2 needs for the lines of
 the whole wave, so a wave that is not full may be faster. The last wave is rarely full: therefore tiles of 256 columns
 are mixed with as many of 224 as fill it (`Tile.cut`).

@@ -68,6 +68,19 @@ CONFIGURATIONS = [
 ]
 
 
+def blocks_of(kernel: launch.Kernel, rows: int, device: int) -> int:
+    """How many blocks have the rows. They are persistent: as many as run at once, or a few less if each then has as
+    many rows.
+    """
+    at_once = int(kernel.defines["BLOCKS"]) * launch.processors(device)
+    parts = -(-rows // int(kernel.defines["ROWS"]))
+    if not parts:
+        return 0
+    turns = -(-parts // at_once)
+    even = parts // turns
+    return even if parts % turns == 0 and 16 * even >= 15 * at_once else min(parts, at_once)
+
+
 def normalize(
     out: Three,
     x: torch.Tensor,
@@ -93,14 +106,8 @@ def normalize(
     warps = row_warps(hidden)
     if warps is not None:
         kernel = rows_kernel(x.dtype, kind, warps, hidden, amax)
-        in_block = int(kernel.defines["ROWS"])
-        # The blocks are persistent: as many as run at once, or a few less if each then has as many rows.
-        at_once = int(kernel.defines["BLOCKS"]) * launch.processors(x.device.index)
-        parts = -(-rows // in_block)
-        turns = -(-parts // at_once)
-        even = parts // turns
-        grid = even if parts % turns == 0 and 16 * even >= 15 * at_once else min(parts, at_once)
-        threads = 32 * warps * in_block
+        grid = blocks_of(kernel, rows, x.device.index)
+        threads = 32 * warps * int(kernel.defines["ROWS"])
         partial = out[1].new_empty(grid) if amax else None
         more = () if partial is None else (partial.data_ptr(),)
         launch.launch(kernel, (grid,), (threads,), (*args, *more), smem=8 * hidden, device=x.device.index)

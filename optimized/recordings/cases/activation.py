@@ -38,31 +38,14 @@ def _activation_cast(shape: tuple[int, int], dtype: torch.dtype, kind: str, devi
     return found
 
 
-def _activation_scale(shape: tuple[int, int], dtype: torch.dtype, kind: str, device: torch.device) -> Outputs:
-    rows, width = shape
-    x = numbers((rows, 2 * width if kind in GATED else width), dtype, 123).to(device)
-    grad = numbers(shape, dtype, 124).to(device)
-    return {
-        **named("y scale", twin.activation_scale(x, kind, E4M3, False, 0.0)),
-        **named("q q_t scale_inv", twin.activation_scale_cast_transpose(x, kind, E4M3, False, 0.0)),
-        **named("dx dscale", twin.activation_backward_scale(grad, x, kind, E5M2, False, 0.0)),
-    }
-
-
 def cases() -> Iterator[Case]:
-    """Activations of every word, activations with the FP8 cast, forward and backward, and with their scale."""
+    """Activations of every word, and activations with the FP8 cast, forward and backward."""
     for kind, dtype in product(RECORDED, WIDE):
         yield Case(f"{kind}", f"{short(dtype)}, 65,536 words", partial(_words_through, dtype, kind))
         for shape in ((1, 16), (37, 80), (130, 144), (1000, 2048)):
             size = "x".join(map(str, shape))
             run = partial(_activation_cast, shape, dtype, kind)
             yield Case(f"{kind} to FP8", f"{short(dtype)} {size}", run, live=shape[0] > 500)
-            yield Case(
-                f"{kind} and its scale",
-                f"{short(dtype)} {size}",
-                partial(_activation_scale, shape, dtype, kind),
-                live=True,
-            )
 
 
 def _pair(

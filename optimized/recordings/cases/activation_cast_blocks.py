@@ -1,38 +1,15 @@
-"""Cases of `activation_cast_blocks_transpose` and of its backward."""
+"""Calls of `activation_cast_blocks_transpose` and of its backward."""
 
-from collections.abc import Iterator
-from functools import partial
 from itertools import product
 
 import torch
 
 from optimized.recordings.calls import BF16, E4M3, E5M2, FP32, Call, Calls, Inputs
-from optimized.recordings.case import FP8, WIDE, Case, Outputs, named, numbers, short
+from optimized.recordings.case import FP8, WIDE
 from reference.ops.activations.activation import GATED, KINDS, RECORDED
 from reference.ops.casts.cast_blocks import DIALECTS
 
 twin = torch.ops.twin
-
-
-def _casts(shape: tuple[int, int], dtype: torch.dtype, kind: str, device: torch.device) -> Outputs:
-    rows, width = shape
-    x = numbers((rows, 2 * width if kind in GATED else width), dtype, 121).to(device)
-    grad = numbers(shape, dtype, 122).to(device)
-    found: Outputs = {}
-    for target in FP8:
-        how, label = (target, "power_of_two", 0.0), short(target)
-        found |= named(
-            f"q.{label} q_t.{label} s.{label} s_t.{label}", twin.activation_cast_blocks_transpose(x, kind, *how)
-        )
-        names = f"dq.{label} dq_t.{label} ds.{label} ds_t.{label} dbias.{label}"
-        found |= named(names, twin.activation_backward_cast_blocks_transpose_dbias(grad, x, kind, *how))
-    return found
-
-
-def cases() -> Iterator[Case]:
-    for kind, dtype, shape in product(RECORDED, WIDE, ((1, 16), (300, 144))):
-        title = f"{short(dtype)} {'x'.join(map(str, shape))}"
-        yield Case(f"{kind} cast in blocks", title, partial(_casts, shape, dtype, kind), live=True)
 
 
 def _pair(

@@ -1,4 +1,4 @@
-"""Cases of `adam`. What its relatives share is here, too: matrices of two sizes, and an op's lists by name."""
+"""Cases of `adam`."""
 
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -16,12 +16,7 @@ NUMBERS = (1e-2, 0.9, 0.999, 1e-8, 0.1, 0.19, 0.002)
 SHAPES = ((), (2, 0, 3))  # beside those of any size: one number, and none
 
 
-def lists(**named: list[torch.Tensor]) -> Outputs:
-    """Every tensor by the name of its list."""
-    return {f"{name}.{i}": x for name, found in named.items() for i, x in enumerate(found)}
-
-
-def drawn(dtype: torch.dtype, seed: int, device: torch.device) -> list[torch.Tensor]:
+def _drawn(dtype: torch.dtype, seed: int, device: torch.device) -> list[torch.Tensor]:
     """A matrix of each of the SIZES."""
     return [numbers(shape, dtype, seed + i).to(device) for i, shape in enumerate(SIZES)]
 
@@ -29,13 +24,14 @@ def drawn(dtype: torch.dtype, seed: int, device: torch.device) -> list[torch.Ten
 def _adam(dtype: torch.dtype, master: bool, decoupled: bool, device: torch.device) -> Outputs:
     """Three steps of two tensors."""
     param = torch.float32 if master else dtype
-    grads, params = drawn(dtype, 171, device), drawn(param, 173, device)
+    grads, params = _drawn(dtype, 171, device), _drawn(param, 173, device)
     first, second = ([torch.zeros(shape, device=device) for shape in SIZES] for _ in range(2))
     rounded = [torch.zeros_like(grad) for grad in grads] if master else []
     for step in (1, 2, 3):
         divisors = correction(0.9, step), correction(0.999, step)
         twin.adam(grads, params, first, second, rounded, 1e-2, 0.9, 0.999, 1e-8, 0.1, *divisors, decoupled)
-    return lists(param=params, exp_avg=first, exp_avg_sq=second, rounded=rounded)
+    named = {"param": params, "exp_avg": first, "exp_avg_sq": second, "rounded": rounded}
+    return {f"{name}.{i}": x for name, found in named.items() for i, x in enumerate(found)}
 
 
 def cases() -> Iterator[Case]:

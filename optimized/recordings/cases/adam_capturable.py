@@ -1,35 +1,14 @@
-"""Cases of `adam_capturable` and `adam_control`: Adam whose step and rate are on the device. None is recorded yet."""
+"""Calls of `adam_capturable` and `adam_control`: Adam whose step and rate are on the device."""
 
-from collections.abc import Iterator
-from functools import partial
 from itertools import product
 
 import torch
 
 from optimized.recordings.calls import BF16, FP32, Call, Calls, Inputs
-from optimized.recordings.case import WIDE, Case, Outputs, short
-from optimized.recordings.cases.adam import SHAPES, SIZES, drawn, lists
+from optimized.recordings.case import WIDE
+from optimized.recordings.cases.adam import SHAPES
 
 twin = torch.ops.twin
-
-
-def _captured(dtype: torch.dtype, scale: float, device: torch.device) -> Outputs:
-    """A step, one that is skipped, and another step."""
-    grads, params = drawn(dtype, 191, device), drawn(dtype, 193, device)
-    first, second = ([torch.zeros(shape, device=device) for shape in SIZES] for _ in range(2))
-    step, rate = torch.zeros(1, dtype=torch.int32, device=device), torch.full((), 0.01, device=device)
-    given = torch.full((1,), scale, device=device)
-    for skipped in (0.0, 1.0, 0.0):
-        found = torch.full((1,), skipped, device=device)
-        control = twin.adam_control(step, rate, given, found, 0.9, 0.999, True)
-        twin.adam_capturable(grads, params, first, second, [], control, 0.9, 0.999, 1e-8, 0.1, True, True)
-    named = lists(grad=grads, param=params, exp_avg=first, exp_avg_sq=second)
-    return {**named, "control": control, "step": step}
-
-
-def cases() -> Iterator[Case]:
-    for dtype in WIDE:
-        yield Case("adam_capturable", f"{short(dtype)}, scale 3", partial(_captured, dtype, 3.0), live=True)
 
 
 def _control(c: Inputs, skipped: bool = False) -> torch.Tensor:

@@ -1,43 +1,17 @@
-"""Cases of `adam_states`: Adam whose state has fewer bits. They have not been recorded yet."""
+"""Calls of `adam_states`: Adam whose state has fewer bits."""
 
-from collections.abc import Iterator
-from functools import partial
 from itertools import product
 
 import torch
 
 from optimized.recordings.calls import BF16, E4M3, FP16, FP32, Call, Calls, Inputs
-from optimized.recordings.case import WIDE, Case, Outputs, short
-from optimized.recordings.cases.adam import NUMBERS, SHAPES, SIZES, drawn, lists
-from reference.ops.optimizers import adam_states as states
-from reference.ops.optimizers.adam import correction
+from optimized.recordings.case import WIDE
+from optimized.recordings.cases.adam import NUMBERS, SHAPES
 
 twin = torch.ops.twin
 U8 = torch.uint8
 MOMENTS = (FP32, BF16, FP16, U8)
 Shapes = tuple[tuple[int, ...], ...]
-
-
-def _states(dtype: torch.dtype, moment: torch.dtype, remainders: bool, device: torch.device) -> Outputs:
-    """Three steps of two tensors, whose masters are remainders, or the parameters themselves."""
-    grads, params, rounded = drawn(dtype, 181, device), drawn(dtype, 183, device), list[torch.Tensor]()
-    if remainders:
-        rounded, params = (list(part) for part in zip(*(states.parted(x.float()) for x in params), strict=True))
-    moments = [[torch.zeros(shape, dtype=moment, device=device) for shape in SIZES] for _ in range(2)]
-    scales = [[torch.ones(1, device=device) for _ in SIZES if moment in states.RANGES] for _ in range(2)]
-    for step in (1, 2, 3):
-        rest = (1e-2, 0.9, 0.999, 1e-8, 0.1, correction(0.9, step), correction(0.999, step), True)
-        twin.adam_states(grads, params, *moments, rounded, [], *scales, *rest)
-    both = {"exp_avg": moments[0], "exp_avg_sq": moments[1], "scale": scales[0], "scale_sq": scales[1]}
-    return lists(param=params, rounded=rounded, **both)
-
-
-def cases() -> Iterator[Case]:
-    for dtype in WIDE:
-        for moment in MOMENTS:
-            name = f"{short(dtype)}, moments in {str(moment).removeprefix('torch.')}"
-            yield Case("adam_states", name, partial(_states, dtype, moment, False), live=True)
-    yield Case("adam_states", "bf16, remainders", partial(_states, torch.bfloat16, torch.bfloat16, True), live=True)
 
 
 def _made(c: Inputs, dtype: torch.dtype, shape: tuple[int, ...], start: int, positive: bool) -> torch.Tensor:

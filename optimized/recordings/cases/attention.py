@@ -49,29 +49,6 @@ def _attention(
     return found if drawn is None else {**found, "rng_state": drawn}
 
 
-def with_options(kind: str, dtype: torch.dtype, device: torch.device) -> Outputs:
-    """A bias with its gradient, ALiBi, or sinks with theirs; grouped heads, causal, with dropout."""
-    b, h, hkv, s, d = 2, 4, 2, 150, 64
-
-    def heads(n: int, seed: int) -> torch.Tensor:
-        return philox.normal((b, n, s, d), seed=seed).to(dtype).to(device)
-
-    q, k, v, grad = heads(h, 232), heads(hkv, 233), heads(hkv, 234), heads(h, 235)
-    bias = philox.normal((1, h, s, s), seed=236).to(dtype).to(device) if kind == "bias" else None
-    slopes = (2.0 ** -torch.arange(1, h + 1, device=device)).float() if kind == "ALiBi" else None
-    sinks = philox.normal((h,), seed=237).to(device) if kind == "sinks" else None
-    drawn, options = random_state(device), (bias, slopes, sinks)
-    before, rest = drawn.clone(), (d**-0.5, "causal", -1, -1, None, 0.1)
-    out, m, inv = twin.attention(q, k, v, *rest, drawn, *options)
-    given = (grad, q, k, v, out, m, inv, *rest, before, *options)
-    found = named("out m inv dq dk dv", (out, m, inv, *twin.attention_backward(*given)))
-    if kind == "bias":
-        found["dbias"] = twin.attention_bias_backward(*given)
-    if kind == "sinks":
-        found["dsinks"] = twin.attention_sink_backward(grad, out, m, inv, sinks)
-    return found
-
-
 def in_segments(sizes: tuple[int, int, int, int, int, int], dropout: float, device: torch.device) -> Outputs:
     """Keys in segments, of which one, two or all three hold keys that a query sees."""
     b, h, hkv, sq, skv, d = sizes
@@ -106,13 +83,12 @@ def cases() -> Iterator[Case]:
         ):
             run = partial(_attention, sizes, dtype, mask_type, mask, dropout)
             yield Case("attention", f"{short(dtype)}, {label}", run, live=max(sizes) > 500)
-        yield Case("attention", f"{short(dtype)}, ALiBi", partial(with_options, "ALiBi", dtype), live=True)
     for label, sizes, dropout in (
         ("one query", (2, 4, 2, 1, 9000, 128), 0.0),
         ("a prompt's end", (1, 2, 1, 150, 9000, 64), 0.1),
         ("wide heads", (1, 1, 1, 100, 5000, 192), 0.0),
-    ):  # not recorded yet
-        yield Case("attention", f"bf16, in segments, {label}", partial(in_segments, sizes, dropout), live=True)
+    ):
+        yield Case("attention", f"bf16, in segments, {label}", partial(in_segments, sizes, dropout))
 
 
 class Drawn(NamedTuple):

@@ -1,21 +1,11 @@
-"""Cases of `attention_bias_backward`, the gradient of a bias."""
-
-from collections.abc import Iterator
-from functools import partial
+"""Calls of `attention_bias_backward`, the gradient of a bias."""
 
 import torch
 
 from optimized.recordings.calls import Call, Calls, Inputs
-from optimized.recordings.case import HALVES, Case, short
 from optimized.recordings.cases import attention
 
 twin = torch.ops.twin
-
-
-def cases() -> Iterator[Case]:
-    for dtype in HALVES:
-        run = partial(attention.with_options, "bias", dtype)
-        yield Case("attention_bias_backward", f"{short(dtype)}, bias", run, live=True)  # not recorded yet
 
 
 def calls(c: Inputs) -> Calls:

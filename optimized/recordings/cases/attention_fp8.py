@@ -1,48 +1,14 @@
-"""Cases of attention in FP8, whose backward belongs to them; `drawn` is what the calls of both begin with."""
+"""Calls of attention in FP8, whose backward belongs to them; `drawn` is what the calls of both begin with."""
 
 from collections.abc import Iterator
-from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
 import torch
 
 from optimized.recordings.calls import BF16, E4M3, FP16, Call, Calls, Inputs
-from optimized.recordings.case import HALVES, Case, Outputs, named, random_state, short
-from reference.numbers import philox
 
 twin = torch.ops.twin
-
-
-def _attention_fp8(
-    sizes: tuple[int, ...], dtype: torch.dtype, mask_type: str, dropout: float, device: torch.device
-) -> Outputs:
-    b, h, hkv, s, d = sizes
-
-    def codes(n: int, seed: int) -> torch.Tensor:
-        return philox.normal((b, n, s, d), std=100.0, seed=seed).to(device).to(torch.float8_e4m3fn)
-
-    q, k, v, factors = codes(h, 241), codes(hkv, 242), codes(hkv, 243), philox.uniform((3, 1), seed=244) / 100
-    grad = philox.normal((b, h, s, d), seed=245).to(dtype).to(device)
-    v_t = v.view(torch.uint8).transpose(2, 3).contiguous().view(torch.float8_e4m3fn)
-    scale_invs, rest = list(factors.to(device)), (d**-0.5, mask_type, -1, -1, None, dropout)
-    drawn = random_state(device) if dropout else None
-    before = None if drawn is None else drawn.clone()
-    out, m, inv = twin.attention_fp8(q, k, v_t, *scale_invs, *rest, drawn, dtype)
-    gradients = twin.attention_fp8_backward(grad, q, k, v, *scale_invs, out, m, inv, *rest, before)
-    return named("out m inv dq dk dv", (out, m, inv, *gradients))
-
-
-def cases() -> Iterator[Case]:
-    """Attention in FP8, forward, and its backward."""
-    for dtype in HALVES:
-        for label, sizes, mask_type, dropout in (
-            ("causal", (1, 2, 2, 150, 64), "causal", 0.0),
-            ("GQA, dropout", (2, 4, 2, 130, 128), "none", 0.1),
-            ("wide heads", (1, 1, 1, 140, 256), "causal", 0.0),
-        ):
-            run = partial(_attention_fp8, sizes, dtype, mask_type, dropout)
-            yield Case("attention_fp8", f"{short(dtype)}, {label}", run, live=True)  # not recorded yet
 
 
 class Drawn(NamedTuple):

@@ -1,43 +1,13 @@
-"""Cases of `attention_paged`: attention of packed queries with keys in pages."""
+"""Calls of `attention_paged`: attention of packed queries with keys in pages."""
 
-from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import torch
 
 from optimized.recordings.calls import BF16, FP16, FP32, Call, Calls, Inputs
-from optimized.recordings.case import HALVES, Case, Outputs, named, short
 from optimized.recordings.cases.attention import int32
-from reference.numbers import philox
 
 twin = torch.ops.twin
-
-
-def _of_lengths(page_size: int, dtype: torch.dtype, device: torch.device) -> Outputs:
-    """Three sequences, of which two share their first page; one token, a prompt, and what follows on a prompt."""
-    h, hkv, d, pages = 4, 2, 64, 2 + 600 // page_size
-
-    def heads(*shape: int, seed: int) -> torch.Tensor:
-        return philox.normal((*shape, d), seed=seed).to(dtype).to(device)
-
-    def table(*numbers: int) -> torch.Tensor:
-        return torch.tensor(numbers, dtype=torch.int32, device=device)
-
-    q, k, v = heads(50, h, seed=241), heads(pages, page_size, hkv, seed=242), heads(pages, page_size, hkv, seed=243)
-    columns = -(-300 // page_size)
-    of_pages = torch.stack([(torch.arange(columns) * step) % pages for step in (1, 3, 5)]).int().to(device)
-    where = (table(1, 40, 9), table(300, 40, 129), table(0, 1, 41, 50), 40, 300)
-    return named(
-        "out m inv", twin.attention_paged(q, k, v, of_pages, d**-0.5, "causal_bottom_right", -1, -1, *where, None)
-    )
-
-
-def cases() -> Iterator[Case]:
-    for dtype in HALVES:
-        for size in (16, 128, 256):
-            run = partial(_of_lengths, size, dtype)
-            yield Case("attention_paged", f"{short(dtype)}, pages of {size}", run, live=True)  # not recorded yet
 
 
 def _call(c: Inputs, page_size: int, d: int, dtype: torch.dtype = BF16, e: int = 0, **more: Any) -> Call:

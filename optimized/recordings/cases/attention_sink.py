@@ -1,21 +1,11 @@
-"""Cases of `attention_sink_backward`, the gradient of sinks."""
-
-from collections.abc import Iterator
-from functools import partial
+"""Calls of `attention_sink_backward`, the gradient of sinks."""
 
 import torch
 
 from optimized.recordings.calls import BF16, FP16, FP32, Call, Calls, Inputs
-from optimized.recordings.case import HALVES, Case, short
 from optimized.recordings.cases import attention
 
 twin = torch.ops.twin
-
-
-def cases() -> Iterator[Case]:
-    for dtype in HALVES:
-        run = partial(attention.with_options, "sinks", dtype)
-        yield Case("attention_sink_backward", f"{short(dtype)}, sinks", run, live=True)  # not recorded yet
 
 
 def _call(c: Inputs, b: int, h: int, sq: int, d: int, dtype: torch.dtype = BF16) -> Call:

@@ -1,29 +1,15 @@
-"""Cases of `grad_norm` and `clip_grads`. They have not been recorded yet."""
+"""Calls of `grad_norm` and `clip_grads`."""
 
-from collections.abc import Iterator
-from functools import partial
 from itertools import product
 
 import torch
 
 from optimized.recordings.calls import FP32, Call, Calls, Inputs
-from optimized.recordings.case import WIDE, Case, Outputs, named, numbers, short
-from optimized.recordings.cases.adam import SHAPES, lists
+from optimized.recordings.case import WIDE
+from optimized.recordings.cases.adam import SHAPES
 from optimized.recordings.cases.grad_norm import mixed
 
 twin = torch.ops.twin
-
-
-def _clip(dtype: torch.dtype, device: torch.device) -> Outputs:
-    grads = [numbers(shape, dtype, 207 + i).to(device) for i, shape in enumerate(((3, 7), (330, 100), (32769, 1)))]
-    norms = [twin.grad_norm(grads, kind) for kind in ("l2", "max")]
-    twin.clip_grads(grads, norms[0], 0.37)
-    return {**lists(grad=grads), **named("l2 max", norms)}
-
-
-def cases() -> Iterator[Case]:
-    for dtype in WIDE:
-        yield Case("clip_grads", short(dtype), partial(_clip, dtype), live=True)
 
 
 def calls(c: Inputs) -> Calls:

@@ -1,35 +1,14 @@
-"""Cases of cross-entropy: rows, their mean, and the backward. They have not been recorded yet."""
+"""Calls of cross-entropy: rows, their mean, and the backward."""
 
-from collections.abc import Iterator
-from functools import partial
 from itertools import product
 
 import torch
 
 from optimized.recordings.calls import BF16, FP32, Call, Calls, Inputs
-from optimized.recordings.case import WIDE, Case, Outputs, named, numbers, short
-from reference.numbers import philox
+from optimized.recordings.case import WIDE
 
 twin = torch.ops.twin
 IGNORED = -100
-
-
-def _cross_entropy(dtype: torch.dtype, classes: int, smoothing: float, device: torch.device) -> Outputs:
-    """Forward, mean and backward; every seventh row is ignored."""
-    logits = numbers((60, classes), dtype, 181).to(device)
-    target = (philox.uniform((60,), seed=182) * classes).long()
-    target[::7] = IGNORED
-    target = target.to(device)
-    loss, *stats = twin.cross_entropy(logits, target, IGNORED, smoothing)
-    mean, divisor = twin.cross_entropy_mean(loss, target, IGNORED, "mean")
-    dx = twin.cross_entropy_backward(mean, divisor, logits, target, *stats, IGNORED, smoothing)
-    return {"loss": loss, "mean": mean, "dx": dx, **named("m inv", stats)}
-
-
-def cases() -> Iterator[Case]:
-    for dtype, classes, smoothing in product(WIDE, (1000, 8195, 50304), (0.0, 0.1)):
-        label = f"{short(dtype)} {classes} classes{', smoothed' * bool(smoothing)}"
-        yield Case("cross_entropy", label, partial(_cross_entropy, dtype, classes, smoothing), live=True)
 
 
 def _target(c: Inputs, rows: int, classes: int, ignored: int = 1) -> torch.Tensor:
@@ -60,6 +39,7 @@ def calls(c: Inputs) -> Calls:
     for kind, rows in product(("sum", "mean", "mean_or_zero"), (5, 1100)):
         yield Call(twin.cross_entropy_mean, (c.normal(rows, dtype=FP32), _target(c, rows, 9), 7, kind))
     yield Call(twin.cross_entropy_mean, (c.normal(0, dtype=FP32), _target(c, 0, 9), 7, "sum"))
+    yield from _calls(c, 2, 50304)
 
 
 def large(c: Inputs) -> Calls:

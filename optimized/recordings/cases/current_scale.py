@@ -1,27 +1,13 @@
-"""Cases of `current_scale`."""
+"""Calls of `current_scale`."""
 
-from collections.abc import Iterator
-from functools import partial
 from itertools import product
 
 import torch
 
 from optimized.recordings.calls import BF16, E4M3, E5M2, FP32, Call, Calls, Inputs
-from optimized.recordings.case import FP8, WIDE, Case, Outputs, numbers, short
+from optimized.recordings.case import FP8, WIDE
 
 twin = torch.ops.twin
-
-
-def _current_scale(shape: tuple[int, int], wide: torch.dtype, device: torch.device) -> Outputs:
-    x = numbers(shape, wide, 41).to(device)
-    how = product(FP8, (False, True), (0.0, 100.0))
-    return {"scales": torch.cat([twin.current_scale(x, *one) for one in how])}
-
-
-def cases() -> Iterator[Case]:
-    for wide, shape in product(WIDE, ((1, 16), (37, 51), (300, 272), (2048, 2048))):
-        size = "x".join(map(str, shape))
-        yield Case("current_scale", f"{short(wide)} {size}", partial(_current_scale, shape, wide), live=True)
 
 
 def calls(c: Inputs) -> Calls:

@@ -1,29 +1,13 @@
-"""Cases of `embedding` and of its backward. They have not been recorded yet."""
+"""Calls of `embedding` and of its backward."""
 
-from collections.abc import Iterator
-from functools import partial
 from itertools import product
 
 import torch
 
 from optimized.recordings.calls import BF16, FP32, Call, Calls, Inputs
-from optimized.recordings.case import WIDE, Case, Outputs, numbers, short
-from reference.numbers import philox
+from optimized.recordings.case import WIDE
 
 twin = torch.ops.twin
-
-
-def _embedding(dtype: torch.dtype, width: int, padding: int, device: torch.device) -> Outputs:
-    """Rows of a table of 300; half of the numbers are among the first ten."""
-    weight, grad = numbers((300, width), dtype, 191).to(device), numbers((2000, width), dtype, 192).to(device)
-    ids = (philox.uniform((2000,), seed=193) * 300).long()
-    ids = torch.where(ids % 2 == 0, ids % 10, ids).to(device)
-    return {"out": twin.embedding(weight, ids), "dweight": twin.embedding_backward(grad, ids, 300, padding)}
-
-
-def cases() -> Iterator[Case]:
-    for dtype, (width, padding) in product(WIDE, ((64, -1), (1100, 3))):
-        yield Case("embedding", f"{short(dtype)} [300, {width}]", partial(_embedding, dtype, width, padding), live=True)
 
 
 def _calls(

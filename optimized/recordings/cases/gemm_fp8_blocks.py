@@ -10,7 +10,7 @@ from optimized.ops.gemms import gemm_fp8_blocks
 from optimized.ops.gemms.gemm_fp8_blocks import costs, fused_tiles, gemm_fp8_blocks_tiled
 from optimized.ops.gemms.gemm_tile import Tile
 from optimized.recordings.calls import BF16, E4M3, E5M2, FP16, Call, Calls, Inputs
-from optimized.recordings.case import FP8, HALVES, WIDE, Case, Outputs, codes, numbers, random_state, short
+from optimized.recordings.case import FP8, HALVES, WIDE, Case, Outputs, codes, numbers, short
 from optimized.recordings.cases.gemm import adding, with_tile
 from reference.numbers import philox
 from reference.ops.casts.cast_blocks import scale_shape
@@ -39,21 +39,7 @@ def _blocks(
     return {"out": twin.gemm_fp8_blocks(a, b, *scales, *squares, vector, types[2]), "added": out}
 
 
-def _residual(shape: Shape, squares: Squares, p: float, half: torch.dtype, device: torch.device) -> Outputs:
-    m, n, k = shape
-    a, b = codes((m, k), FP8[0], 67).to(device), codes((n, k), FP8[0], 68).to(device)
-    scales = [_scales(*one).to(device) for one in (((m, k), squares[0], 69), ((n, k), squares[1], 70))]
-    bias, residual = numbers((1, n), half, 71).to(device)[0], numbers((m, n), half, 72).to(device)
-    drawn = random_state(device)
-    out = twin.gemm_fp8_blocks_bias_dropout_add(a, b, *scales, *squares, bias, residual, half, p, drawn)
-    return {"out": out, "rng_state": drawn}
-
-
 def cases() -> Iterator[Case]:
-    for half, p, squares, shape in product(HALVES, (0.0, 0.1), _SQUARES, ((1, 16, 16), (300, 528, 400))):
-        label = f"{_FORMS[squares]}, {short(half)} {'x'.join(map(str, shape))} p={p}"
-        run = partial(_residual, shape, squares, p, half)
-        yield Case("gemm_fp8_blocks_bias_dropout_add", label, run, live=True)
     for a, b, squares in product(FP8, FP8, _SQUARES):
         for (m, n, k), out, bias in (
             ((40, 48, 272), torch.float32, False),

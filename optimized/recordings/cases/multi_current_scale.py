@@ -1,27 +1,13 @@
-"""Cases of `multi_current_scale`: the scales of several matrices, or of what they are together."""
+"""Calls of `multi_current_scale`: the scales of several matrices, or of what they are together."""
 
-from collections.abc import Iterator
-from functools import partial
 from itertools import product
 
 import torch
 
 from optimized.recordings.calls import BF16, E4M3, E5M2, FP32, Call, Calls, Inputs
-from optimized.recordings.case import FP8, WIDE, Case, Outputs, numbers, short
+from optimized.recordings.case import WIDE
 
 twin = torch.ops.twin
-
-
-def _scales(wide: torch.dtype, device: torch.device) -> Outputs:
-    """Matrices of several shapes, the largest last."""
-    xs = [numbers(shape, wide, 51 + i).to(device) for i, shape in enumerate(((1, 16), (37, 51), (300, 272)))]
-    how = product((False, True), FP8, (False, True), (0.0, 100.0))
-    return {"scales": torch.cat([twin.multi_current_scale(xs, *one) for one in how])}
-
-
-def cases() -> Iterator[Case]:
-    for wide in WIDE:
-        yield Case("multi_current_scale", f"{short(wide)}, three matrices", partial(_scales, wide), live=True)
 
 
 def calls(c: Inputs) -> Calls:

@@ -35,21 +35,12 @@ def _norm(shape: tuple[int, int], dtype: torch.dtype, kind: str, device: torch.d
     return found
 
 
-def _norm_scale(shape: tuple[int, int], dtype: torch.dtype, kind: str, device: torch.device) -> Outputs:
-    x = numbers(shape, dtype, 106).to(device)
-    weight = philox.normal((shape[1],), 1.0, 0.3, seed=107).to(dtype).to(device)
-    beta = weight if kind == "layernorm" else None
-    return named("y mean rstd scale", twin.norm_scale(x, weight, beta, EPSILON, False, kind, dtype, E4M3, False, 0.0))
-
-
 def cases() -> Iterator[Case]:
     """Norms: forward, backward, and forward to FP8."""
     for kind, dtype in product(KINDS, WIDE):
         for shape in ((1, 16), (7, 80), (34, 201), (66, 1040), (5, 4096), (1000, 2048)):
             size = "x".join(map(str, shape))
             yield Case(kind, f"{short(dtype)} {size}", partial(_norm, shape, dtype, kind), live=shape[0] > 500)
-            run = partial(_norm_scale, shape, dtype, kind)
-            yield Case(f"{kind} and its scale", f"{short(dtype)} {size}", run, live=True)
 
 
 def _both(

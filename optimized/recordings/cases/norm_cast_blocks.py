@@ -1,34 +1,15 @@
-"""Cases of `norm_cast_blocks_transpose`."""
+"""Calls of `norm_cast_blocks_transpose`."""
 
-from collections.abc import Iterator
-from functools import partial
 from itertools import product
 
 import torch
 
 from optimized.recordings.calls import BF16, E4M3, FP32, Call, Calls, Inputs
-from optimized.recordings.case import FP8, WIDE, Case, Outputs, named, numbers, short
+from optimized.recordings.case import FP8, WIDE
 from reference.ops.casts.cast_blocks import DIALECTS
 from reference.ops.norms.norm import KINDS
 
 twin = torch.ops.twin
-
-
-def _casts(shape: tuple[int, int], dtype: torch.dtype, kind: str, device: torch.device) -> Outputs:
-    x = numbers(shape, dtype, 131).to(device)
-    weight, bias = (numbers((1, shape[1]), dtype, seed)[0].to(device) for seed in (132, 133))
-    norm = (x, weight, bias if kind == "layernorm" else None, 1e-5, True, kind)
-    found: Outputs = {}
-    for target in FP8:
-        names = " ".join(f"{name}.{short(target)}" for name in ("q", "q_t", "s", "s_t", "mean", "rstd"))
-        found |= named(names, twin.norm_cast_blocks_transpose(*norm, target, "power_of_two", 0.0))
-    return found
-
-
-def cases() -> Iterator[Case]:
-    for kind, dtype, shape in product(KINDS, WIDE, ((1, 16), (300, 144), (130, 2064))):
-        title = f"{short(dtype)} {'x'.join(map(str, shape))}"
-        yield Case(f"{kind} cast in blocks", title, partial(_casts, shape, dtype, kind), live=True)
 
 
 def _call(

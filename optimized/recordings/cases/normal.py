@@ -1,25 +1,10 @@
-"""Cases of `normal`: numbers that Philox draws."""
-
-from collections.abc import Iterator
-from functools import partial
+"""Calls of `normal`: numbers that Philox draws."""
 
 import torch
 
 from optimized.recordings.calls import Call, Calls, Inputs
-from optimized.recordings.case import Case, Outputs
 
 twin = torch.ops.twin
-
-
-def _normal(mean: float, std: float, device: torch.device) -> Outputs:
-    values = torch.full((1 << 20,), torch.nan, device=device)
-    twin.normal(values, mean, std, 161)
-    return {"values": values}
-
-
-def cases() -> Iterator[Case]:
-    for mean, std in ((0.0, 1.0), (0.5, 0.023)):
-        yield Case("normal", f"mean {mean}, std {std}", partial(_normal, mean, std), live=True)  # not recorded yet
 
 
 def calls(c: Inputs) -> Calls:

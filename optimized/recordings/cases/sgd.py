@@ -1,28 +1,15 @@
-"""Cases of `sgd`. They have not been recorded yet."""
+"""Calls of `sgd`."""
 
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Sequence
 from itertools import product
 
 import torch
 
 from optimized.recordings.calls import BF16, FP32, Call, Calls, Inputs
-from optimized.recordings.case import WIDE, Case, Outputs, short
-from optimized.recordings.cases.adam import SHAPES, drawn, lists
+from optimized.recordings.case import WIDE
+from optimized.recordings.cases.adam import SHAPES
 
 twin = torch.ops.twin
-
-
-def _sgd(dtype: torch.dtype, nesterov: bool, device: torch.device) -> Outputs:
-    grads, params, buffers = (drawn(dtype, 195 + 2 * i, device) for i in range(3))
-    for step in range(3):
-        twin.sgd(grads, params, buffers, 1e-2, 0.9, 0.0 if nesterov else 0.3, 0.1, nesterov, step == 0, nesterov)
-    return lists(param=params, buffer=buffers)
-
-
-def cases() -> Iterator[Case]:
-    for dtype, nesterov in product(WIDE, (False, True)):
-        yield Case("sgd", short(dtype) + ", Nesterov" * nesterov, partial(_sgd, dtype, nesterov), live=True)
 
 
 def _call(

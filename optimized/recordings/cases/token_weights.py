@@ -1,29 +1,13 @@
-"""Cases of `token_weights`: integers by which tokens are drawn."""
+"""Calls of `token_weights`: integers by which tokens are drawn."""
 
-from collections.abc import Iterator
-from functools import partial
 from itertools import product
 
 import torch
 
 from optimized.recordings.calls import BF16, FP32, Call, Calls, Inputs
-from optimized.recordings.case import WIDE, Case, Outputs, numbers, short
-from reference.numbers import philox
+from optimized.recordings.case import WIDE
 
 twin = torch.ops.twin
-
-
-def _weights(dtype: torch.dtype, tokens: int, device: torch.device) -> Outputs:
-    """Rows of all temperatures from 0 to 2."""
-    temperature = philox.uniform((40,), 0.0, 2.0, seed=251)
-    temperature[::8] = 0
-    return {"w": twin.token_weights(numbers((40, tokens), dtype, 252).to(device), temperature.to(device))}
-
-
-def cases() -> Iterator[Case]:
-    for dtype, tokens in product(WIDE, (257, 50304)):
-        run = partial(_weights, dtype, tokens)
-        yield Case("token_weights", f"{short(dtype)}, {tokens} tokens", run, live=True)  # not recorded yet
 
 
 def _call(c: Inputs, rows: int, cols: int, dtype: torch.dtype = BF16, special: bool = False, start: int = 0) -> Call:
@@ -41,6 +25,7 @@ def calls(c: Inputs) -> Calls:
     yield Call(twin.token_weights, (equal, c.zeros(4)))
     for value in (-torch.inf, torch.inf, torch.nan):
         yield Call(twin.token_weights, (equal + value, c.positive(4)))
+    yield _call(c, 2, 50304)
 
 
 def sized(c: Inputs, rows: int, cols: int) -> Calls:

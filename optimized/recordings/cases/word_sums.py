@@ -1,33 +1,15 @@
-"""Cases of `word_sums`: digests of tensors of every dtype, at any address."""
+"""Calls of `word_sums`: digests of tensors of every dtype, at any address."""
 
-from collections.abc import Iterator
-from functools import partial
 from itertools import product
 
 import torch
 
 from optimized.recordings.calls import BF16, E4M3, FP16, FP32, Call, Calls, Inputs
-from optimized.recordings.case import Case, Outputs
-from reference.numbers import philox
 
 twin = torch.ops.twin
 BLOCK = 4 * 64 * 64  # bytes
 PART = 8 * BLOCK  # of a block of threads
 SIZES = (0, 1, 2, 3, 4, 5, 63, BLOCK - 1, BLOCK, BLOCK + 1, 0, PART - 16, PART, PART + 6, 2 * PART + 4 * BLOCK + 7, 0)
-
-
-def _bytes(count: int, seed: int) -> torch.Tensor:
-    return (philox.uniform((count,), 0.0, 1.0, seed=seed) * 256).to(torch.uint8)
-
-
-def _digests(start: int, device: torch.device) -> Outputs:
-    tensors = [_bytes(start + size, 260 + i).to(device)[start:] for i, size in enumerate(SIZES)]
-    return {"digests": twin.word_sums(tensors)}
-
-
-def cases() -> Iterator[Case]:
-    for start in (0, 1, 4, 6, 16):
-        yield Case("word_sums", f"from byte {start}", partial(_digests, start), live=True)  # not recorded yet
 
 
 def calls(c: Inputs) -> Calls:
@@ -36,6 +18,9 @@ def calls(c: Inputs) -> Calls:
         yield Call(twin.word_sums, ([x.to(dtype) if dtype is E4M3 else x],))
     for rows, start in product((3, 200), range(1, 9)):  # odd addresses
         yield Call(twin.word_sums, ([c.x(rows, 41, start=start), c.x(7, 5)],))
+    for start in (0, 1, 4, 6, 16):
+        bytes_of = (c.integers(start + size, below=256, dtype=torch.uint8) for size in SIZES)
+        yield Call(twin.word_sums, ([x[start:] for x in bytes_of],))
     x = c.x(70, 33, dtype=FP32)
     yield Call(twin.word_sums, ([x.t(), x[::3], x[0, 0], c.x(0, 4), x > 0, x.double(), x.long(), c.x(0)],))
     yield Call(twin.word_sums, ([c.x(0, 4)],))

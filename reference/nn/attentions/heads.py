@@ -35,6 +35,18 @@ class Heads(NamedTuple):
         sizes = [(*lead, self.groups * part, self.channels) for part in self.parts]
         return tuple([piece.reshape(size) for piece, size in zip(pieces, sizes, strict=True)])
 
+    def of_groups(self, mixed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q `[tokens, groups, queries, channels]`, k and v `[tokens, groups, channels]` of the projection `[tokens,
+        features]`, where they lie.
+        """
+        queries = self.parts[0]
+        if self.interleaved:
+            pieces = mixed.unflatten(1, (self.groups, sum(self.parts), self.channels))
+            return pieces[:, :, :queries], pieces[:, :, queries], pieces[:, :, queries + 1]
+        q, k, v = mixed.split([part * self.groups * self.channels for part in self.parts], 1)
+        of_keys = (self.groups, self.channels)
+        return q.unflatten(1, (self.groups, queries, self.channels)), k.unflatten(1, of_keys), v.unflatten(1, of_keys)
+
 
 class SplitPlan(NamedTuple):
     """Whether the gradient is wanted, and the layout of the heads."""

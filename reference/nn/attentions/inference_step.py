@@ -22,12 +22,14 @@ class Cached(NamedTuple):
         start: with "equal" the tokens of each sequence before the step, otherwise 0.
         keys: rows of the cache that attention reads; with "paged" no sequence is longer.
         longest: with "paged" the most new tokens that a sequence has, otherwise 0.
+        at_once: whether `attended_at_once` takes the step.
     """
 
     layout: str
     start: int
     keys: int
     longest: int = 0
+    at_once: bool = False
 
 
 class StepTensors(NamedTuple):
@@ -166,11 +168,7 @@ def attended_in_pages(
     together = heads // groups if longest == 1 and equation.softmax == "vanilla" and left == -1 else 1
     if together > 1:
         rows = rows.view(-1, groups, together, rows.shape[2]).transpose(1, 2).reshape(-1, groups, rows.shape[2])
-        lengths, starts = step.rows_lengths, step.rows_starts
-        if lengths is None or starts is None:
-            lengths, starts = where[0] * together, where[2] * together
-        where = (lengths, where[1], starts)
-        rule, right = "none", -1
+        where, rule, right = _where_together(step, together), "none", -1
     given = (equation.scale, rule, left, right, *where, longest * together, cached.keys, sinks, equation.key_segment)
     if step.key_scales is None or step.value_scales is None:
         out, m, inv = twin.attention_paged(rows, keys, values, table, *given)
@@ -178,7 +176,7 @@ def attended_in_pages(
         in_codes = (keys, values, step.key_scales, step.value_scales)
         out, m, inv = twin.attention_paged_codes(rows, *in_codes, table, *given)
     if together > 1:
-        out = out.view(-1, together, groups, out.shape[2]).transpose(1, 2).reshape(-1, heads, out.shape[2])
+        out = _by_heads(out, together)
         m, inv = (x.reshape(-1, heads, 1) for x in (m, inv))
     if q.dim() == 3:
         return out, m, inv
@@ -186,6 +184,56 @@ def attended_in_pages(
     if step.source is not None:
         out = out.new_zeros(b * s, *out.shape[1:]).index_copy_(0, step.source, out)
     return out.view(b, s, heads, -1).transpose(1, 2), m, inv
+
+
+def _where_together(step: StepTensors, together: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q_lengths, kv_lengths and q_starts where so many queries are rows of the head of keys that they share."""
+    of_keys, lengths, starts = step.kv_lengths, step.rows_lengths, step.rows_starts
+    assert step.q_lengths is not None
+    assert of_keys is not None
+    assert step.q_starts is not None
+    if lengths is None or starts is None:
+        lengths, starts = step.q_lengths * together, step.q_starts * together
+    return lengths, of_keys, starts
+
+
+def _by_heads(out: torch.Tensor, together: int) -> torch.Tensor:
+    """[t · together, groups, e] as [t, heads, e]."""
+    _, groups, e = out.shape
+    return out.view(-1, together, groups, e).transpose(1, 2).reshape(-1, groups * together, e)
+
+
+def takes_at_once(cached: Cached, step: StepTensors, equation: Equation) -> bool:
+    """Whether a step is one of `attended_at_once`: one token of each sequence, in pages of 16 bits.
+
+    A sink belongs to one head of queries, and so does a window's left side, counted from each query.
+    """
+    one = cached.layout == "paged" and cached.longest == 1 and step.source is None
+    plain = step.key_scales is None and not equation.fp8_kv
+    return one and plain and equation.softmax == "vanilla" and equation.window[0] == -1
+
+
+def attended_at_once(
+    cached: Cached,
+    step: StepTensors,
+    equation: Equation,
+    angles: torch.Tensor,
+    pairs: bool,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+) -> torch.Tensor:
+    """out [t, heads, e] of q [t, groups, together, d] and k and v [t, groups, d or e], which are not rotated yet.
+
+    The words of `turned` and `attended_in_pages`, in two launches in place of nine. `angles` [positions, d2] are those
+    of all positions; `pairs`: neighbours are paired.
+    """
+    together = q.shape[2]
+    rows = twin.rotary_append(q, k, v, angles, step.positions, step.rows, step.keys, step.values, pairs)
+    where = (*_where_together(step, together), together, cached.keys, None, equation.key_segment)
+    given = (step.keys, step.values, step.page_table, equation.scale, "none", -1, -1, *where)
+    out, _, _ = twin.attention_paged(rows.flatten(0, 1), *given)
+    return _by_heads(out, together)
 
 
 class _End(torch.autograd.Function):

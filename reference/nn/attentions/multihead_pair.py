@@ -10,6 +10,7 @@ function of the corresponding module, so the bits are those of the modules one a
     each head normalised            `reference.nn.attentions.head_norms`, before or after
     rotated by angles               `reference.nn.attentions.apply_rotary`
     attention                       `reference.nn.attentions.dot_product_pair`, with all of its options
+    the last two, of one token      `reference.nn.attentions.inference_step.attended_at_once`
 
 Several things happen at once:
 
@@ -30,6 +31,7 @@ from reference.nn.attentions import dot_product_pair, head_norms
 from reference.nn.attentions.apply_rotary import turn
 from reference.nn.attentions.head_norms import HeadNorms
 from reference.nn.attentions.heads import Heads
+from reference.nn.attentions.inference_step import attended_at_once
 from reference.nn.attentions.no_grad_inputs import NoGradInputs
 from reference.nn.core.compiled import before
 from reference.nn.core.context import BlockContext, ModuleContext, WeightRequest, quantize_weights
@@ -170,6 +172,12 @@ def forward(plan: Plan, context: BlockContext, *tensors: Any) -> tuple[Any, Any]
         requests.append(WeightRequest(of_kv, of_kv.gemm, given.key_value_weight, plan.key_value.needs[0]))
     w, proj_w, *more = quantize_weights(*requests)
     of_kv = (modules.key_value, more[0]) if more else None
+    if plan.core.cached is not None and plan.core.cached.at_once:
+        own, residual, _ = _projected(plan, first, given, w)
+        how = (plan.core.cached, reads.step(), plan.core.equation, reads.angles_q, plan.rotary)
+        out = attended_at_once(*how, *plan.heads.of_groups(own))
+        h, _, _ = project_out(plan, proj, state, reads, out, proj_w, given.proj_bias, residual)
+        return h if plan.adds or not plan.returns_norm else (h, residual), ()
     (q, k, v), residual, saved = project_in(plan, first, of_kv, reads, given, w)
     out, attended, kept = dot_product_pair.attend(plan.core, modules.core, core_state, reads, q, k, v, given.added)
     h, saved_proj, dropped = project_out(plan, proj, state, reads, out, proj_w, given.proj_bias, residual)

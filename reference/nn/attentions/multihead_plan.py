@@ -15,7 +15,7 @@ from reference.nn.attentions.dot_product_attention import DotProductAttention
 from reference.nn.attentions.dot_product_pair import Plan as CorePairPlan
 from reference.nn.attentions.dot_product_plan import Call, cached_call_of, call_of, context_of
 from reference.nn.attentions.exact_attention import Equation, Mask, full_mask
-from reference.nn.attentions.inference_step import Cached
+from reference.nn.attentions.inference_step import Cached, takes_at_once
 from reference.nn.attentions.multihead_pair import Plan
 from reference.nn.attentions.no_grad_inputs import NO_INPUTS, NoGradInputs
 from reference.nn.attentions.packing import positions_of
@@ -203,7 +203,10 @@ def _called(
     if extras.inference is not None:
         cached, step = extras.inference.step_of(core, MASK_TYPES[mask_type][0] != "none", equation.window)
         call = cached_call_of(core, equation, cached, step, x, module.qkv_format)
-        if of_q is not None and module.qkv_format == "thd":
+        one = of_q is not None and (not isinstance(angles, tuple) or angles[0] is angles[1])
+        if one and module.q_norm is None and takes_at_once(cached, step, call.equation):
+            cached = cached._replace(at_once=True)
+        if of_q is not None and module.qkv_format == "thd" and not cached.at_once:
             at: Any = step.positions
             of_q, of_k = of_q.index_select(0, at), of_k.index_select(0, at)
     elif extras is NO_EXTRAS and type(mask) is not tuple and core.softmax_type == "vanilla":

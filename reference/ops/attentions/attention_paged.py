@@ -37,10 +37,18 @@ def options_of(
     sinks: torch.Tensor | None = None,
     key_segment: int | None = None,
 ) -> Options:
-    """Of the packed call whose sequences of keys begin `longest_kv` rows apart."""
-    kv_starts = torch.arange(q_starts.numel(), dtype=torch.int32, device=q_starts.device) * longest_kv
-    where = (q_lengths, kv_lengths, q_starts, kv_starts, longest_q, longest_kv)
+    """Of the packed call. Where its sequences of keys begin is nothing that pages have: `kv_starts` is `q_starts`, and
+    `of_gathered` has those of keys that were gathered.
+    """
+    where = (q_lengths, kv_lengths, q_starts, q_starts, longest_q, longest_kv)
     return Options(scale, mask_type, left, right, None, 0.0, None, None, None, sinks, *where, key_segment)
+
+
+def of_gathered(options: Options) -> Options:
+    """The options of keys of which each sequence has `longest_kv` rows."""
+    starts, longest = q_starts_of(options), options.longest_kv or 0
+    kv_starts = torch.arange(starts.numel(), dtype=torch.int32, device=starts.device) * longest
+    return options._replace(kv_starts=kv_starts)
 
 
 def reads_in_place(page_size: int) -> bool:
@@ -139,4 +147,4 @@ def attention_paged(
     outputs(q, k, v, page_table, *rest)
     check_pages(OP, page_table, kv_lengths, k.shape[1], k.shape[0])
     keys, values = (gathered(x, page_table, longest_kv) for x in (k, v))
-    return packed.attention(q, keys, values, *options_of(*rest))
+    return packed.attention(q, keys, values, *of_gathered(options_of(*rest)))
