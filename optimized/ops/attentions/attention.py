@@ -128,7 +128,8 @@ CONFIGURATIONS = [
     for cluster in ((1, 2) if case[1] == WIDE and not entries.lengths else (1,))
 ]
 CONFIGURATIONS += [
-    kernels(*case, True, False, False, Entries(False, placed=place), cluster)[0].configuration
+    kernels(*case, True, biased, False, Entries(False, placed=place), cluster)[0].configuration
+    for biased in EITHER
     for place in PLACES
     for case in itertools.product(FORMATS, CAPACITIES)
     for cluster in ((1, 2) if case[1] == WIDE else (1,))
