@@ -1,6 +1,7 @@
 """A run of the GPT in FP8 with dropout has the hash of one process under PyTorch's DDP, HSDP and pipelines, too."""
 
 import datetime
+import functools
 import gc
 from dataclasses import replace
 from pathlib import Path
@@ -38,6 +39,12 @@ def hashes(kind: type[Trainer], size: Settings) -> list[str]:
     return found
 
 
+@functools.cache
+def alone(size: Settings) -> list[str]:
+    """Those of one process, once for all layouts."""
+    return hashes(Trainer, size)
+
+
 def worker(rank: int, world: int, port: int, layout: str, size: Settings, path: str) -> None:
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world, timeout=LIMIT)
     Path(f"{path}.{rank}").write_text("\n".join(hashes(LAYOUTS[layout][1], size)))
@@ -51,6 +58,6 @@ def test_a_run_has_one_hash(layout: str, size: Settings, tmp_path: Path) -> None
     """The nano GPT after 100 steps that `test_data_parallel.py` trains in layouts of `twin train`."""
     world = LAYOUTS[layout][0]
     ranks(worker, (world, free_port(), layout, size, str(tmp_path / "found")), world)
-    expected = hashes(Trainer, size)
+    expected = alone(size)
     for rank in range(world):
         assert Path(tmp_path / f"found.{rank}").read_text().split("\n") == expected, f"rank {rank}"
