@@ -21,6 +21,7 @@ HERE = {**os.environ, "PYTHONPATH": "."}
 INTEGRATIONS = (
     *("hugging_face", "conversion_blocks", "peft", "stand_in"),
     *("from_meta", "identity", "recompute_by_pytorch", "user_benches", "launchers", "generator_peers"),
+    "deepspeed_zero",
 )
 CLANG_FORMAT = "clang-format==23.1.5"  # each version formats a little differently
 

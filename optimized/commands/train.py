@@ -268,10 +268,12 @@ def _trainer(
 
 def run(args: argparse.Namespace, console: Console) -> int:
     args.data_parallel = args.data_parallel or args.fsdp
-    shared_by = ranks.shared_by(args)
-    ranks.check(shared_by[0] if shared_by else None)
-    where = _device(args)
-    me = ranks.join(where) if shared_by else ranks.Ranks()
+    try:
+        me, where = ranks.meet(args, lambda: _device(args))
+    except ranks.Everywhere:
+        if ranks.rank():
+            return 2
+        raise
     with contextlib.ExitStack() as held:
         try:
             return _run(args, Console(quiet=True) if me.rank else console, where, me, held)
@@ -296,6 +298,13 @@ def _run(
     args: argparse.Namespace, console: Console, where: torch.device, me: ranks.Ranks, held: contextlib.ExitStack
 ) -> int:
     """The whole run; `held` has the folder's lock."""
+    resumed = me.gather(args.resume and os.path.lexists(args.output / CHECKPOINT))
+    if len(set(resumed)) > 1:
+        here, there = (resumed.index(one) for one in (True, False))
+        raise ranks.Everywhere(
+            f"--resume: rank {here} has a checkpoint in its --output, and rank {there} has none; a folder that all "
+            f"ranks read is accepted."
+        )
     wanted = me.agreed(lambda: _ready(args, where, me, held))
     trainer = me.agreed(lambda: _trainer(args, console, where, me, wanted))
     all_of_them = me.gather(trainer.about())

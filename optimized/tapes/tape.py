@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from optimized.cuda import launch
+from reference.support import groups
 
 _WORTH_A_GRAPH = 3  # launches
 _retired: list[Any] = []  # graphs to destroy once no stream captures, because a capture does not permit it
@@ -80,12 +81,11 @@ class Tape:
         self._capturable = self._capturable and entry.capturable
 
     def play(self, device: int) -> None:
-        """Make them again on torch's current stream of a device."""
+        """Make them again on torch's current stream of a device. After an error the tape may be played again."""
         previous = torch._C._cuda_exchangeDevice(device)
         try:
             stream = launch.current_stream(device)
-            self._times += 1
-            few = len(self._entries) < _WORTH_A_GRAPH or self._times <= 2
+            few = len(self._entries) < _WORTH_A_GRAPH or self._times < 2
             if (
                 few
                 or not self._capturable
@@ -94,10 +94,14 @@ class Tape:
             ):
                 for one in self._entries:
                     one.play(stream)
+                self._times += 1
                 return
             if self._graph is None:
                 self._graph, self._stream = self._captured(device, stream), stream
             launch.runtime().graphLaunch(self._graph.graphExec, stream)
+        except BaseException:
+            groups.under_way.works.clear()  # what a sum over ranks had begun to send and receive
+            raise
         finally:
             if previous != device:
                 torch._C._cuda_exchangeDevice(previous)

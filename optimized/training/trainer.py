@@ -56,6 +56,37 @@ def check_run(settings: Settings, text: Corpus, layout: Layout) -> None:
         )
 
 
+def check_together(settings: Settings, text: Corpus, layout: Layout) -> None:
+    """`check_run` on all ranks, before they make groups: all refuse what one refuses, or what is another run on one.
+
+    Raises:
+        ValueError: the first name that differs, with both values; or what `check_run` says, on whichever rank.
+    """
+    refusal = None
+    try:
+        check_run(settings, text, layout)
+    except ValueError as error:
+        refusal = error
+    mine = {**asdict(settings), **asdict(layout), "text": text.digest, "bytes": len(text.data)}
+    found: list[Any] = [(mine, str(refusal or ""))]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        found *= dist.get_world_size()
+        dist.all_gather_object(found, (mine, str(refusal or "")))
+    first = found[0][0]
+    for rank, (one, _) in enumerate(found):
+        for name, value in one.items():
+            if value != first[name]:
+                raise ValueError(
+                    f"rank {rank} has {name}={value}, and rank 0 has {first[name]}; the same settings, layout and text "
+                    f"are accepted."
+                )
+    if refusal is not None:
+        raise refusal
+    for rank, (_, sentence) in enumerate(found):
+        if sentence:
+            raise ValueError(f"rank {rank}: {sentence}")
+
+
 class Trainer:
     """A model, its optimizer and its text.
 
@@ -82,7 +113,7 @@ class Trainer:
         context: int = 1,
     ) -> None:
         layout = Layout(shard, tensor, context)
-        check_run(settings, text, layout)
+        check_together(settings, text, layout)
         self.settings, self.text = settings, text
         self.seen, self.unseen = text.split()
         self.places = Places(layout)
@@ -117,12 +148,17 @@ class Trainer:
             torch.manual_seed(settings.seed)
             self._random = torch.get_rng_state()
 
-    def _shard(self) -> None:
+    def _mesh(self) -> Any:
+        """The ranks that share parameters."""
         from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-        from torch.distributed.fsdp import fully_shard
 
         kind, data = self.model.device.type, self.places.data
-        mesh = init_device_mesh(kind, (self.order.ranks,)) if data is None else DeviceMesh.from_group(data, kind)
+        return init_device_mesh(kind, (self.order.ranks,)) if data is None else DeviceMesh.from_group(data, kind)
+
+    def _shard(self) -> None:
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = self._mesh()
         # A layer's result is a view, which nothing here changes in place.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
         for module in (*self.model.layers, self.model):

@@ -156,13 +156,26 @@ class detect_anomaly:
             raise RuntimeError("detect_anomaly: it is open already; one `with` at a time is accepted.")
         paths: list[str] = []
         self._watch = _Watch(paths)
-        with torch.no_grad():
-            for name, parameter in self.model.named_parameters():
-                self._look_at(name, parameter)
-        for name, module in self.model.named_modules():
-            self._follow(module, name or type(module).__name__, paths)
-        self._watch.__enter__()
+        try:
+            with torch.no_grad():
+                for name, parameter in self.model.named_parameters():
+                    self._look_at(name, parameter)
+            for name, module in self.model.named_modules():
+                self._follow(module, name or type(module).__name__, paths)
+            self._watch.__enter__()
+        except BaseException:  # whoever cannot begin does not end
+            self._closed()
+            raise
         return self
+
+    def _closed(self) -> "_Watch":
+        """The watch; the modules have no hooks any more."""
+        watch, self._watch = self._watch, None
+        assert watch is not None
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        return watch
 
     def _look_at(self, name: str, parameter: torch.Tensor) -> None:
         """Flag a parameter that holds a NaN or an infinity already."""
@@ -187,12 +200,8 @@ class detect_anomaly:
         self._handles.append(module.register_forward_hook(ends, with_kwargs=True, always_call=True))
 
     def __exit__(self, error_type: Any, error: Any, trace: Any) -> None:
-        watch, self._watch = self._watch, None
-        assert watch is not None
+        watch = self._closed()
         watch.__exit__(error_type, error, trace)
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
         if error_type is None:
             sentence = _sentence(watch.flags)
             if sentence is not None:

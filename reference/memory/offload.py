@@ -151,10 +151,11 @@ class _Offload(contextlib.AbstractContextManager["_Offload"]):
             raise RuntimeError("get_cpu_offload_context: its context is open already; one layer at a time is accepted.")
         if self.count == self.model_layers:
             self.count, self.layer = 0, None
-        self.layer = _Layer(self.layer, self.least if self.count < self.num_layers else None)
+        layer = _Layer(self.layer, self.least if self.count < self.num_layers else None)
+        hooks = torch.autograd.graph.saved_tensors_hooks(layer.pack, _unpack)
+        hooks.__enter__()  # which may be refused
+        self.layer, self.hooks = layer, hooks
         self.count += 1
-        self.hooks = torch.autograd.graph.saved_tensors_hooks(self.layer.pack, _unpack)
-        self.hooks.__enter__()
         self.outer, here().offloading = here().offloading, True
         return self
 
@@ -162,6 +163,8 @@ class _Offload(contextlib.AbstractContextManager["_Offload"]):
         here().offloading = self.outer
         hooks, self.hooks = self.hooks, None
         hooks.__exit__(*error)
+        if error[0] is not None:  # the forward ends here, and the next begins with the first layer
+            self.count, self.layer = 0, None
 
     def synchronize(self, tensor: torch.Tensor) -> torch.Tensor:
         """The layer's output: when backward reaches it, the layer before starts to get its tensors back."""

@@ -156,26 +156,23 @@ class _Recomputation:
         self.frame, self.inner, self.tracker = frame, inner, frame.tracker
         tracker = frame.tracker
         self.first_states = None if tracker is None else tracker.get_states()
-        self.outer_states: list[Any] = []
-        self.settings: list[contextlib.AbstractContextManager[None]] = []
+        self.opened: list[contextlib.ExitStack] = []
 
     def __enter__(self) -> None:
         self.frame.reads.check()
         self.frame.used = defaultdict(int)
-        self.settings.append(restored(self.frame.state))
-        self.settings[-1].__enter__()
-        here().recomputations.append(self.frame)
-        if self.tracker is not None:
-            self.outer_states.append(self.tracker.get_states())
-            self.tracker.set_states(self.first_states)
-        self.inner.__enter__()
+        with contextlib.ExitStack() as around:  # the user's may refuse to begin
+            around.enter_context(restored(self.frame.state))
+            around.callback(close, here().recomputations, self.frame)
+            here().recomputations.append(self.frame)
+            if self.tracker is not None:
+                around.callback(self.tracker.set_states, self.tracker.get_states())
+                self.tracker.set_states(self.first_states)
+            around.enter_context(self.inner)
+            self.opened.append(around.pop_all())
 
     def __exit__(self, *error: Any) -> None:
-        self.inner.__exit__(*error)
-        if self.tracker is not None:
-            self.tracker.set_states(self.outer_states.pop())
-        close(here().recomputations, self.frame)
-        self.settings.pop().__exit__(*error)
+        self.opened.pop().__exit__(*error)
 
 
 def _pack_code(hooks: Any) -> Any:

@@ -115,8 +115,7 @@ class GradientOrder:
             return
         parallel = model if isinstance(model, DistributedDataParallel) else None
         alone = len(share) == count == 1  # its scales are updated where they always are, to the same words
-        self._done, self._hooked = [], False
-        with contextlib.nullcontext() if alone else scaling.once_a_step():
+        with contextlib.nullcontext() if alone else scaling.once_a_step(), self._step():
             for number in share:
                 self.left = share.stop - number
                 last = self.left == 1
@@ -134,6 +133,15 @@ class GradientOrder:
                     "GradientOrder: the last backward of the step communicated by no hook of this order; "
                     "model.register_comm_hook(order, te.parallel.tree_hook) is accepted."
                 )
+
+    @contextlib.contextmanager
+    def _step(self) -> Iterator[None]:
+        """Around a step: however it ends, nothing of it is left."""
+        self._done, self._hooked = [], False
+        try:
+            yield
+        finally:
+            self.left = 0
             self._done = []  # fp32 sums as large as the model
 
     def pipelined(self, stage: torch.nn.Module, count: int, find_unused_parameters: bool = False) -> Iterator[range]:
@@ -163,14 +171,12 @@ class GradientOrder:
             )
         self._check(stage, parameters)
         each = count // self.groups
-        self._done, self._hooked = [], False
-        with scaling.once_a_step():
+        with scaling.once_a_step(), self._step():
             for group in self.mine:
                 yield range(group * each, (group + 1) * each)
                 if group + 1 < self.mine.stop:
                     self._end_group(parameters, keep=False)
             self._finish(parameters, find_unused_parameters)
-            self._done = []
 
     def _check(self, model: torch.nn.Module, parameters: Sequence[torch.Tensor]) -> None:
         named: dict[torch.Tensor, str] = {p: name for name, p in model.named_parameters()}

@@ -86,21 +86,18 @@ def schedule(rank: int, count: int, rounds: int, number: int) -> Iterator[tuple[
                 yield "receive", piece, band + ahead
 
 
-_under_way: dict[int, Any] = {}  # by a tensor's address, what sends it or receives into it
-
-
 def _receive(x: torch.Tensor, group: str, source: int) -> None:
-    _under_way[x.data_ptr()] = dist.irecv(bytes_of(x), group=groups.group_of(group), group_src=source)
+    groups.under_way.works[x.data_ptr()] = dist.irecv(bytes_of(x), group=groups.group_of(group), group_src=source)
 
 
 def _send(x: torch.Tensor, group: str, to: int) -> None:
-    _under_way[x.data_ptr()] = dist.isend(bytes_of(x), group=groups.group_of(group), group_dst=to)
+    groups.under_way.works[x.data_ptr()] = dist.isend(bytes_of(x), group=groups.group_of(group), group_dst=to)
 
 
 def _end(some: list[torch.Tensor]) -> None:
     """Let torch's current stream, or on a CPU this thread, wait until these are there, or sent."""
     for x in some:
-        _under_way.pop(x.data_ptr()).wait()
+        groups.under_way.works.pop(x.data_ptr()).wait()
 
 
 def passed_on(
@@ -146,8 +143,7 @@ def passed_on(
         if sent:
             groups.collective(_end, sent)
     except BaseException:
-        for x in (*received.values(), *sent):
-            _under_way.pop(x.data_ptr(), None)
+        groups.under_way.works.clear()
         raise
     if not ended:
         return None

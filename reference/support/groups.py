@@ -3,6 +3,7 @@
 And what more than one room does with their ranks: bytes to send, the largest of amaxes.
 """
 
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -34,6 +35,19 @@ def are_open(some: Iterable[Any]) -> bool:
 def bytes_of(x: torch.Tensor) -> torch.Tensor:
     """The memory of a contiguous tensor, uint8 `[n]`: a backend can send it that does not know the dtype."""
     return x.view(-1).view(torch.uint8) if x.numel() else x.new_empty(0, dtype=torch.uint8)
+
+
+class _UnderWay(threading.local):
+    """Of each thread: by a tensor's address, what sends it or receives into it (`reference.parallel.ordered_reduce`).
+
+    Whoever makes such calls, for the first time or from a tape, forgets them after an error.
+    """
+
+    def __init__(self) -> None:
+        self.works: dict[int, Any] = {}
+
+
+under_way = _UnderWay()
 
 
 def _called(function: Callable[..., Any], args: list[Any]) -> None:

@@ -15,7 +15,7 @@ HASH = re.compile(r"^[0-9a-f]{64}$", re.MULTILINE)
 @pytest.mark.integration
 def test_accelerate_has_one_hash_on_one_process_and_on_two(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
-    (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/launchers.md").read_text(), re.DOTALL)
+    program, _ = re.findall(r"```python\n(.*?)```", (ROOT / "docs/launchers.md").read_text(), re.DOTALL)
     path = tmp_path / "program.py"
     path.write_text(program)
     two = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "--standalone"]

@@ -41,4 +41,4 @@ def test_an_error_leaves_nothing_under_way(rank: int, fails: str, monkeypatch: p
     with pytest.raises(RuntimeError, match="no room" if fails == "part" else "a rank is gone"):
         ordered_reduce.passed_on("some", (512, 2), part, lambda band, x: x, 1, torch.device("cpu"))
     assert begun
-    assert not ordered_reduce._under_way
+    assert not groups.under_way.works

@@ -82,16 +82,27 @@ def alone(size: Settings, steps: int) -> list[str]:
 
 def test_a_run_stops_in_one_layout_and_goes_on_in_another(tmp_path: Path) -> None:
     """Each run begins on two ranks and ends on four."""
-    sizes = {"data": TINY, "weights": WIDE, "tokens": LONG}
+    sizes = {"data": TINY, "weights": WIDE, "tokens": LONG, "FSDP2 to TP": WIDE}
     first: dict[str, Any] = {"data": {}, "weights": {"tensor": 2}, "tokens": {"context": 2}}
+    first |= {"FSDP2 to TP": {"shard": True}}
     then: dict[str, Any] = {
         "data": {"shard": True},
         "weights": {"tensor": 2, "shard": True},
         "tokens": {"context": 2},
+        "FSDP2 to TP": {"tensor": 2},
     }
     on_ranks(2, [Job(name, size, STEPS - 1, first[name]) for name, size in sizes.items()], tmp_path / "run")
     found = on_ranks(4, [Job(name, size, 1, then[name]) for name, size in sizes.items()], tmp_path / "run")
-    assert found == {name: alone(size, STEPS) for name, size in sizes.items()}
+    expected = {size: alone(size, STEPS) for size in sizes.values()}
+    assert found == {name: expected[size] for name, size in sizes.items()}
+
+
+@pytest.mark.slow
+def test_a_run_whose_weights_ranks_shared_goes_on_with_rows_of_them(tmp_path: Path) -> None:
+    """From TP 2 to FSDP2 on four ranks, which need four groups."""
+    size = replace(WIDE, accumulate=4)
+    on_ranks(2, [Job("run", size, STEPS - 1, {"tensor": 2})], tmp_path / "run")
+    assert on_ranks(4, [Job("run", size, 1, {"shard": True})], tmp_path / "run")["run"] == alone(size, STEPS)
 
 
 @pytest.mark.slow

@@ -140,9 +140,9 @@ def _configurations(segment: int) -> Iterator[tuple[str, dict[str, Any]]]:
         for case in itertools.product(FORMATS, CAPACITIES, EITHER):
             for cluster in (1, 2) if case[1] == WIDE and not entries.lengths else (1,):
                 yield kernels(*case, *more, entries, cluster, segment)[0].configuration
-    for place, dtype, d in itertools.product(PLACES, FORMATS, CAPACITIES):
+    for biased, place, dtype, d in itertools.product(EITHER, PLACES, FORMATS, CAPACITIES):
         for cluster in (1, 2) if d == WIDE else (1,):
-            drawn = (True, False, False, Entries(False, placed=place))
+            drawn = (True, biased, False, Entries(False, placed=place))
             yield kernels(dtype, d, *drawn, cluster, segment)[0].configuration
 
 

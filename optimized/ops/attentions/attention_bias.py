@@ -36,6 +36,11 @@ CONFIGURATIONS = [
     for several in (ENTRIES[:2], ENTRIES[2:])
     for *case, entries in itertools.product(attention.FORMATS, attention.CAPACITIES, attention.EITHER, several)
 ]
+CONFIGURATIONS += [
+    _kernel(*case, True, Entries(False, placed=place)).configuration
+    for place in attention.PLACES
+    for case in itertools.product(attention.FORMATS, attention.CAPACITIES)
+]
 
 
 @on_cuda

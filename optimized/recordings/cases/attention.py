@@ -274,6 +274,13 @@ def placed(c: Inputs) -> Iterator[Drawn]:
             yield drawn._replace(options=drawn.options._replace(rng_state=state))
 
 
+def placed_with_bias(c: Inputs) -> Iterator[Drawn]:
+    """`placed`, with a bias of the part."""
+    for drawn in placed(c):
+        (b, h, sq, _), skv = drawn.q.shape, drawn.k.shape[2]
+        yield drawn._replace(options=drawn.options._replace(bias=c.normal(b, h, sq, skv, dtype=drawn.q.dtype)))
+
+
 def int32(c: Inputs, *numbers: int) -> torch.Tensor:
     return torch.tensor(numbers, dtype=torch.int32, device=c.device)
 
@@ -283,7 +290,8 @@ def forward(drawn: Drawn) -> Call:
 
 
 def calls(c: Inputs) -> Calls:
-    for drawn in (*plain(c), *with_bias(c), *with_more(c), *packed(c), *many_keys(c), *placed(c), *segmented(c)):
+    more = (*many_keys(c), *placed(c), *placed_with_bias(c), *segmented(c))
+    for drawn in (*plain(c), *with_bias(c), *with_more(c), *packed(c), *more):
         yield forward(drawn)
 
 

@@ -10,7 +10,7 @@ twin = torch.ops.twin
 
 def calls(c: Inputs) -> Calls:
     biased = (drawn for drawn in attention.packed(c) if drawn.options.bias is not None)
-    for drawn in (*attention.with_bias(c), *biased):
+    for drawn in (*attention.with_bias(c), *biased, *attention.placed_with_bias(c)):
         yield Call(twin.attention_bias_backward, (*drawn.saved(), *drawn.options))
 
 

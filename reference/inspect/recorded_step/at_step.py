@@ -26,21 +26,27 @@ class AtStep:
             )
         self.recorder, self.optimizer, self.step = recorder, optimizer, int(step)
         self.made = 0
+        self._records = False
         self._handle: RemovableHandle | None = None
 
     def __enter__(self) -> "AtStep":
         if self._handle is not None or self.made:
             raise RuntimeError("record: this recording has been opened; te.record(...) for each step is accepted.")
-        self._handle = self.optimizer.register_step_post_hook(self._stepped)
         if self.step == 1:
-            self.recorder.__enter__()
+            self._begin()
+        self._handle = self.optimizer.register_step_post_hook(self._stepped)
         return self
+
+    def _begin(self) -> None:
+        self.recorder.__enter__()
+        self._records = True
 
     def _stepped(self, *_: Any) -> None:
         self.made += 1
         if self.made == self.step - 1:
-            self.recorder.__enter__()
+            self._begin()
         elif self.made == self.step:
+            self._records = False
             self.recorder.__exit__(None, None, None)
 
     def __exit__(
@@ -54,7 +60,7 @@ class AtStep:
             f"record: step={self.step}, and the optimizer made {self.made} steps in the block, so nothing was written; "
             f"a step that it completes is accepted."
         )
-        if self.made == self.step - 1:
+        if self._records:
             self.recorder.__exit__(*((RuntimeError, short, None) if error_type is None else (error_type, error, trace)))
         if error_type is None:
             raise short

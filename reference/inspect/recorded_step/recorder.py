@@ -128,6 +128,11 @@ def _is_graph(module: torch.nn.Module) -> bool:
     return graphed_module.__name__ in by or "torch.cuda.graphs" in by
 
 
+def _ended() -> None:
+    global _recording
+    _recording = None
+
+
 def _uncompiled() -> Any:
     """A context in which what torch.compile has compiled runs in eager mode."""
     # Without its compiler loaded torch has compiled nothing; loading it takes a second.
@@ -171,11 +176,22 @@ class Recorder(TorchDispatchMode):
     # --- the block ---------------------------------------------------------------------------------------
 
     def __enter__(self) -> "Recorder":
-        global _recording
         if _recording is not None and _recording() is not None:
             raise RuntimeError("record: another step is being recorded; one at a time is accepted.")
         if self.made.start or self.made.ops:
             raise RuntimeError("record: this recording has been made; te.record(...) for each step is accepted.")
+        self._around = contextlib.ExitStack()
+        try:
+            self._begin()
+        except BaseException:  # whoever cannot begin does not end
+            self._around.close()
+            self.made, self._digests = Recording(), []
+            self._storages.clear()
+            raise
+        return self
+
+    def _begin(self) -> None:
+        global _recording
         self._random = {f"random/{name}": state for name, state in get_state(self.model).items()}
         for name, owner, x in named_tensors(self.model, self.optimizer):
             region = self._region(x)
@@ -184,9 +200,10 @@ class Recorder(TorchDispatchMode):
             self.made.names.setdefault((region.storage, region.offset), name)
             self.made.start.append(Access(region, self._digest(x)))
         _recording = weakref.ref(self)
-        self._hook = self.modules.hook()
-        self._hook.install()
-        self._around = contextlib.ExitStack()
+        self._around.callback(_ended)
+        watch = self.modules.hook()
+        self._around.callback(watch.remove)
+        watch.install()
         self._around.enter_context(_uncompiled())
         self._around.enter_context(graph_seeds.watched(self._refuse_replay))
         for register, hook in (
@@ -196,20 +213,18 @@ class Recorder(TorchDispatchMode):
             self._around.callback(register(hook).remove)
         self._thread = threading.get_ident()
         super().__enter__()
-        return self
 
     def __exit__(
         self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        global _recording
-        super().__exit__(error_type, error, trace)
-        self._around.__exit__(error_type, error, trace)
-        self._hook.remove()
-        _recording = None
-        if error_type is None:
-            self._finish()
-            self._write()
-        self._storages.clear()
+        try:
+            with self._around:
+                super().__exit__(error_type, error, trace)
+            if error_type is None:
+                self._finish()
+                self._write()
+        finally:
+            self._storages.clear()
 
     def _finish(self) -> None:
         """Note the step's results."""

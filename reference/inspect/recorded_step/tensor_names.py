@@ -1,6 +1,7 @@
 """The tensors of a model and of its optimizer, by the names that recordings and trails give them."""
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -58,15 +59,44 @@ def every_named(
         if isinstance(module, Generator):
             yield "fp8", f"{prefix}state", path.rpartition(".")[0], module.state
     of = {id(x): name for name, x in parameters}
-    for p, state in optimizer.state.items() if optimizer is not None else ():
-        for name, x in state.items():
-            if isinstance(x, torch.Tensor):
-                for part, its in parts_of(f"{of.get(id(p), 'parameter')}.{name}", x):
-                    yield "optimizer", part, of.get(id(p), "").rpartition(".")[0], its
+    for key, name, x in values_of_state(model, optimizer):
+        if isinstance(x, torch.Tensor):
+            for part, its in parts_of(name, x):
+                yield "optimizer", part, of.get(id(key), "").rpartition(".")[0], its
     for name, x in parameters if gradients else ():
         if x.grad is not None:
             for part, its in parts_of(f"{name}.grad", x.grad):
                 yield "gradients", part, name.rpartition(".")[0], its
+
+
+def values_of_state(model: torch.nn.Module, optimizer: Any) -> Iterator[tuple[Any, str, Any]]:
+    """What an optimizer keeps: the key of its `state`, most often a parameter; the value's name; the value.
+
+    A parameter that the model does not have is named by its place in the optimizer.
+    """
+    if optimizer is None:
+        return
+    of = {id(p): f"parameter {i}" for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
+    of |= {id(p): name for name, p in model.named_parameters()}
+    for i, (key, state) in enumerate(optimizer.state.items()):
+        name = of.get(id(key), f"state {i}") if isinstance(key, torch.Tensor) else f"state {key!r}"
+        for its, value in values_of(name, state):
+            yield key, its, value
+
+
+def values_of(name: str, x: Any, above: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """A value and all that is in it by name, if it is a dict, list or tuple: `name.key`, `name[0]`, `name['any key']`.
+
+    Raises:
+        TypeError: it contains itself.
+    """
+    if id(x) in above:
+        raise TypeError(f"{name} is a {type(x).__name__} that contains itself; one that ends is accepted.")
+    yield name, x
+    inside = x.items() if isinstance(x, Mapping) else enumerate(x) if isinstance(x, (list, tuple, deque)) else ()
+    for key, value in inside:
+        word = isinstance(key, str) and key.isidentifier()
+        yield from values_of(f"{name}.{key}" if word else f"{name}[{key!r}]", value, (*above, id(x)))
 
 
 def parts_of(name: str, x: Any) -> Iterator[tuple[str, torch.Tensor]]:

@@ -4,22 +4,32 @@
     parameters/    weights; of a weight in FP8 its codes and scale
     buffers/       such as a batch norm's statistics
     fp8/           scales, amax histories, and the states of the layers' random numbers
-    optimizer/     what it keeps of each parameter: moments, master weights, steps
+    optimizer/     what it keeps of each parameter: moments, master weights, steps, in dicts, lists and tuples, too
 
-Names are those in the model, so they are the same in each run, and on each rank of a data-parallel run. A tensor that
-has several names (tied weights) stands under the first.
+Names are those in the model, so they are the same in each run, and on each rank of a data-parallel run. A tensor of the
+model that has several names (tied weights) stands under the first.
 """
 
+import enum
 import hashlib
 import json
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
-from reference.inspect.recorded_step.tensor_names import every_named, why_unreadable
+from reference.inspect.recorded_step.tensor_names import (
+    every_named,
+    parts_of,
+    values_of,
+    values_of_state,
+    why_unreadable,
+)
 
 KINDS = ("gradients", "parameters", "buffers", "fp8", "optimizer")
+_WORDS = (int, float, bool, complex, str, bytes, type(None), torch.dtype, torch.device)  # whose repr says all
 
 
 def check(what: str, model: Any, optimizer: Any) -> None:
@@ -50,7 +60,8 @@ def state_of(what: str, model: torch.nn.Module, optimizer: Any, kinds: tuple[str
                 continue
             if why := why_unreadable(x):
                 raise TypeError(f"{what}: {kind}/{name} {why}")
-            if not x.numel() or where(x) not in seen:
+            # Of an optimizer each name counts: which of its values are one tensor may change from step to step.
+            if kind == "optimizer" or not x.numel() or where(x) not in seen:
                 seen.add(where(x))
                 found[f"{kind}/{name}"] = x
     return found
@@ -80,30 +91,60 @@ def digest(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = Non
 
     Returns:
         A dict of name → 64 hexadecimal digits; `str()` of it is one hash of all, `.of("parameters")` of one kind.
-        Two runs are in the same state exactly if these are equal, random numbers of torch's aside.
+        Two runs are in the same state exactly if these are equal; torch's random numbers, and what an optimizer keeps
+        elsewhere than in `state` and `param_groups`, are not in it.
 
     Raises:
-        TypeError: an argument is not accepted, or a tensor is sparse, nested, lazy, conjugate or on the meta device.
+        TypeError: an argument is not accepted; a tensor is sparse, nested, lazy, conjugate or on the meta device; the
+            optimizer keeps a value whose words nobody can tell, such as a function.
     """
     check("digest", model, optimizer)
     found = {}
     for name, x in state_of("digest", model, optimizer, KINDS).items():
-        data = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        head = f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}\n".encode()
-        found[name] = hashlib.sha256(head + data.numpy().tobytes()).hexdigest()
-    for name, value in _numbers_of(model, optimizer):
-        found[name] = hashlib.sha256(repr(value).encode()).hexdigest()
+        found[name] = _of_tensor(x)
+    for name, value in _others_of(model, optimizer):
+        if isinstance(value, torch.Tensor):
+            for part, x in parts_of(name, value):
+                if why := why_unreadable(x):
+                    raise TypeError(f"digest: {part} {why}")
+                found[part] = _of_tensor(x)
+        else:
+            found[name] = hashlib.sha256(_said(name, value).encode()).hexdigest()
     return Digest(found)
 
 
-def _numbers_of(model: torch.nn.Module, optimizer: Any) -> Iterator[tuple[str, Any]]:
-    """What an optimizer keeps as plain numbers, such as its step."""
-    names = {id(p): name for name, p in model.named_parameters()}
-    for p, state in optimizer.state.items() if optimizer is not None else ():
-        for name, value in state.items():
-            if type(value) in (int, float, bool):
-                yield f"optimizer/{names.get(id(p), 'parameter')}.{name}", value
+def _of_tensor(x: torch.Tensor) -> str:
+    data = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    head = f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}\n".encode()
+    return hashlib.sha256(head + data.numpy().tobytes()).hexdigest()
+
+
+def _said(name: str, value: Any) -> str:
+    """What a value that is no tensor is, in words that another value does not have; what is in it has other names."""
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    if type(value) in _WORDS:
+        return repr(value)
+    if isinstance(value, Mapping):
+        if all(type(key) in _WORDS for key in value):
+            return f"{kind} {sorted(map(repr, value))}"
+    elif isinstance(value, (list, tuple, deque)):
+        return f"{kind} {len(value)}"
+    elif isinstance(value, (np.generic, enum.Enum)):
+        return f"{kind} {value!r}"
+    elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        return f"{kind} {value.dtype.str} {value.shape} {hashlib.sha256(value.tobytes()).hexdigest()}"
+    raise TypeError(
+        f"digest: {name} is {value!r:.200}; tensors, numbers, texts, arrays of them, and dicts by numbers or texts, "
+        f"lists and tuples are accepted in an optimizer's state."
+    )
+
+
+def _others_of(model: torch.nn.Module, optimizer: Any) -> Iterator[tuple[str, Any]]:
+    """What an optimizer keeps besides the tensors of its state: numbers such as its step, and its groups' settings."""
+    for _, name, value in values_of_state(model, optimizer):
+        if not isinstance(value, torch.Tensor):
+            yield f"optimizer/{name}", value
     for i, group in enumerate(optimizer.param_groups if optimizer is not None else ()):
-        for name, value in group.items():
-            if type(value) in (int, float, bool):
-                yield f"optimizer/group {i}.{name}", value
+        for key, value in group.items():
+            if key != "params":
+                yield from values_of(f"optimizer/group {i}.{key}", value)

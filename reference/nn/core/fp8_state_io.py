@@ -64,7 +64,7 @@ def load_fp8_state(model: torch.nn.Module, source: Mapping[str, Any] | str | Pat
         model: a layer, or a module with layers inside.
         source: a state dict; a file of `torch.save` or safetensors; or a folder of torch.distributed.checkpoint or of
             Hugging Face's `save_pretrained`. Keys as in `model.state_dict()`; any form of
-            `reference.checkpoints.checkpoint_format`, Transformer Engine's among them.
+            `reference.checkpoints.checkpoint_format`, Transformer Engine's among them. Each rank reads for itself.
 
     Raises:
         ValueError: the source has no state for some layer, or broken state.
@@ -146,5 +146,5 @@ def _read_distributed(path: Path, wanted: Callable[[str], bool]) -> dict[str, to
         if wanted(name) and isinstance(entry, TensorStorageMetadata)
     }
     if state:
-        dcp.load(state, checkpoint_id=path)
+        dcp.load(state, checkpoint_id=path, no_dist=True)  # a rank that has no such folder leaves no other waiting
     return state

@@ -1,0 +1,63 @@
+"""A run of the GPT in FP8 with dropout has the hash of one process under PyTorch's DDP, HSDP and pipelines, too."""
+
+import datetime
+import functools
+import gc
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from shared.processes import free_port, ranks
+from shared.training_layouts import InDDP, InHSDP, InPipeline
+from shared.training_text import corpus
+
+from optimized.training.settings import SIZES, Settings
+from optimized.training.trainer import Trainer
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+LIMIT = datetime.timedelta(seconds=600)
+TINY = Settings(
+    sequence=16, hidden=32, layers=2, rows=2, steps=3, warmup=2, dropout=0.1, clip=1.0, weight_decay=0.1, accumulate=4
+)
+NANO = replace(SIZES["nano"], sequence=32, rows=1, dropout=0.1, accumulate=8, steps=100)
+PRECISIONS = ("delayed", "current", "block")
+LAYOUTS: dict[str, tuple[int, type[Trainer]]] = {"DDP 2": (2, InDDP), "HSDP 2x2": (4, InHSDP), "PP 2": (2, InPipeline)}
+"""How many ranks, and the trainer."""
+
+
+def hashes(kind: type[Trainer], size: Settings) -> list[str]:
+    """By precision: the hash of all state, and the losses of the last step."""
+    found = []
+    for precision in PRECISIONS:
+        trainer = kind(replace(size, precision=precision, groups=size.accumulate), corpus())
+        for _ in range(size.steps):
+            losses = trainer.train()
+        found.append(f"{trainer.digest()} {losses.tolist()}")
+        del trainer
+        gc.collect()  # layers that live on on one rank would have their scales reduced there alone
+    return found
+
+
+@functools.cache
+def alone(size: Settings) -> list[str]:
+    """Those of one process, once for all layouts."""
+    return hashes(Trainer, size)
+
+
+def worker(rank: int, world: int, port: int, layout: str, size: Settings, path: str) -> None:
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world, timeout=LIMIT)
+    Path(f"{path}.{rank}").write_text("\n".join(hashes(LAYOUTS[layout][1], size)))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("size", [TINY, pytest.param(NANO, marks=pytest.mark.slow)], ids=["tiny", "nano"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_run_has_one_hash(layout: str, size: Settings, tmp_path: Path) -> None:
+    """The nano GPT after 100 steps that `test_data_parallel.py` trains in layouts of `twin train`."""
+    world = LAYOUTS[layout][0]
+    ranks(worker, (world, free_port(), layout, size, str(tmp_path / "found")), world)
+    expected = alone(size)
+    for rank in range(world):
+        assert Path(tmp_path / f"found.{rank}").read_text().split("\n") == expected, f"rank {rank}"
