@@ -4,10 +4,15 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+import torch.multiprocessing
+from shared.processes import ranks
+
 from optimized.bench.models import data_parallel
 
 
-def test_each_way_of_ours_makes_steps(tmp_path: Path) -> None:
+def test_each_way_of_ours_makes_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.multiprocessing, "spawn", lambda work, args, nprocs: ranks(work, args, nprocs))
     case = replace(data_parallel.CASE, hidden=32, ffn=64, heads=2, sequence=16, batch=1)
     ways = tuple(way for way in data_parallel.WAYS if way.ours)
     data_parallel.run(str(tmp_path / "found.json"), 2, "cpu", case, (1,), ways)

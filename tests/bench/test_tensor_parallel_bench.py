@@ -4,11 +4,18 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+import torch.multiprocessing
+from shared.processes import ranks
+
 from optimized.bench.models import tensor_parallel
 from optimized.bench.models.tensor_parallel import Way
 
 
-def test_a_layer_that_ranks_share_is_timed_with_and_without_communication(tmp_path: Path) -> None:
+def test_a_layer_that_ranks_share_is_timed_with_and_without_communication(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.multiprocessing, "spawn", lambda work, args, nprocs: ranks(work, args, nprocs))
     case = replace(tensor_parallel.CASE, hidden=256, ffn=256, heads=4, kv_heads=2, sequence=256)
     ways = (Way(True, False), Way(True, True, 8), Way(True, True, 1))
     tensor_parallel.run(str(tmp_path / "found.json"), 2, "cpu", case, {4: ways})

@@ -2,8 +2,10 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from shared import processes
 
 from optimized import measure
 from optimized.commands import drill, main
@@ -17,6 +19,7 @@ def test_drill_counts_and_writes_what_it_found(
 ) -> None:
     """With one process and with two the same; a flip that is missed has the exit code 1."""
     monkeypatch.setattr(measure, "RESULTS", tmp_path)
+    monkeypatch.setattr(drill, "multiprocessing", SimpleNamespace(get_context=processes.context))
     monkeypatch.setattr(drill.drill_plot, "plot", lambda payload: (tmp_path / "plot").touch())
     monkeypatch.setattr(measure.write_result, "__defaults__", (tmp_path,))
     found = []

@@ -149,6 +149,7 @@ def test_the_codes_are_shares_at_powers_of_two() -> None:
         heights = {round(one.get_x() + one.get_width() / 2): one.get_height() for one in axes.patches}
         wanted = {code: share[code] for code in range(1, fmt.largest_code + 1)}
         assert heights == pytest.approx(wanted)
+        assert len({b - a for a, b in itertools.pairwise(axes.get_xticks())} - {0}) == 1
         for at, label in zip(axes.get_xticks(), axes.get_xticklabels(), strict=True):
             assert label.get_text() == f"$2^{{{round(math.log2(fmt.value(int(at))))}}}$"
             assert fmt.value(int(at)) == 2.0 ** round(math.log2(fmt.value(int(at))))

@@ -8,16 +8,30 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from shared.bits import assert_same_bits
 from shared.inference_cases import BF16, Decoder, fp8
-from shared.text_models import ROOM, VOCABULARY, Model, alone, check, model_of
+from shared.text_models import ROOM, VOCABULARY, Model, alone, check, model_of, whole
 
 import optimized  # noqa: F401  (registers the CUDA implementations)
 import reference as te
 from reference.generation.generator import Completion
 
+OF_ONE_TOKEN = [te.recipe.Float8RowwiseScaling(), te.recipe.MXFP8BlockScaling()]
+
 
 def generator(model: Model, **more: Any) -> te.Generator:
     return te.Generator(model, **{"max_batch_size": 3, "max_sequence_length": ROOM, "page_size": 16, **more})
+
+
+@pytest.mark.parametrize("recipe", [None, "delayed", *OF_ONE_TOKEN], ids=repr)
+@pytest.mark.parametrize("name", ["plain", "window", "batch first"])
+def test_a_rows_logits_do_not_depend_on_later_tokens(name: str, recipe: Any) -> None:
+    """So one forward of a text says what a loop of forwards says, one for each token."""
+    model, text = model_of(name), [2 + 7 * i % 40 for i in range(40)]
+    with torch.no_grad(), fp8(recipe is not None) if recipe in (None, "delayed") else te.autocast(recipe=recipe):
+        rows = whole(model, text)
+        for length in (1, 2, 9, 39):
+            assert_same_bits(whole(model, text[:length]), rows[:length], f"{length}")
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
@@ -136,6 +150,7 @@ def test_a_model_drafts_for_all_sequences_at_once(in_fp8: bool) -> None:
         other.head.weight.neg_()
     options = {"max_batch_size": 3, "max_sequence_length": ROOM}
     with fp8(in_fp8):
+        expected = [alone(model, prompt, 16, te.Sampling()) for prompt in prompts]
         for small, steps in ((model, 1 + 3), (other, 16)):
             draft = te.DraftModel(small, **options)
             made, count = generator(model, draft_tokens=4, draft=draft), 0
@@ -145,8 +160,7 @@ def test_a_model_drafts_for_all_sequences_at_once(in_fp8: bool) -> None:
                 words += made.step()
                 count += 1
             assert count == steps
-            for name, prompt in zip(names, prompts, strict=True):
-                assert [x.token for x in words if x.name == name] == alone(model, prompt, 16, te.Sampling())
+            assert [[x.token for x in words if x.name == name] for name in names] == expected
         assert draft([1] * (ROOM - 2), 4) == draft([1] * (ROOM - 2), 2)  # its cache has room for no more
         assert draft([1] * ROOM, 4) == []
         begun = te.DraftModel(small, bos=0, **options)  # which takes a place, too
@@ -262,7 +276,7 @@ def test_forget_lets_changed_weights_write_the_rest() -> None:
     check(model, prompt, made.generate([prompt], 8)[0], 8, te.Sampling())
 
 
-@pytest.mark.parametrize("recipe", [te.recipe.Float8RowwiseScaling(), te.recipe.MXFP8BlockScaling()], ids=repr)
+@pytest.mark.parametrize("recipe", OF_ONE_TOKEN, ids=repr)
 def test_recipes_whose_scales_are_of_one_token(recipe: Any) -> None:
     """Prompts in pieces, drafts, shared prefixes and fixed steps, with a cache of 16 bits and of FP8."""
     prompts, each = [list(range(2, 34)), [*range(2, 33), 7], [9] * 32], [te.Sampling(), te.Sampling(0.9, seed=1)]

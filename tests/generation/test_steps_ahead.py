@@ -24,10 +24,9 @@ def generator(model: Any, **more: Any) -> te.Generator:
     return te.Generator(model, **{**common, **more})
 
 
-def expected(model: Any, prompt: list[int], count: int, one: te.Sampling, stop: list[int]) -> list[int]:
-    """The new tokens by a forward of the whole text for each, up to a stop token."""
-    text = alone(model, prompt, count, one)
-    return text[: next((i + 1 for i, token in enumerate(text) if token in stop), count)]
+def until(text: list[int], stop: list[int]) -> list[int]:
+    """A text up to a stop token."""
+    return text[: next((i + 1 for i, token in enumerate(text) if token in stop), len(text))]
 
 
 @torch.no_grad()
@@ -93,8 +92,8 @@ def test_steps_ahead_change_no_word(frozen: bool, in_fp8: bool, data: st.DataObj
                     gone.add(names[name])
             elif what == 2:
                 made.forget()
-        for i, ((prompt, count, one), stop, text) in enumerate(zip(requests, stops, words, strict=True)):
-            tokens, found = expected(model, prompt, count, one, stop), [word.token for word in text]
+        for i, ((prompt, *_), stop, text) in enumerate(zip(requests, stops, words, strict=True)):
+            tokens, found = until(texts[i], stop), [word.token for word in text]
             assert found == tokens[: len(found)]
             assert [word.logprob for word in text] == logprobs(model, prompt, found) if found else True
             assert [word.ended for word in text[:-1]] == [None] * (len(text) - 1)
@@ -268,12 +267,12 @@ def test_a_gpu_gives_the_same_words_with_stops_and_few_slots(in_fp8: bool) -> No
     prompts = [[2, 3, 4], list(range(2, 40)), [5], [*range(2, 39), 3], [7, 7]]
     each = [te.Sampling(), te.Sampling(0.8, 10, 0.9, 3), te.Sampling(1.0, seed=4), te.Sampling(), te.Sampling(2.0)]
     with fp8(in_fp8):
-        texts = [expected(here, prompt, 14, one, []) for prompt, one in zip(prompts, each, strict=True)]
+        texts = [alone(here, prompt, 14, one) for prompt, one in zip(prompts, each, strict=True)]
         stop = [texts[0][5], texts[2][3]]
         for pages in (64, 12):
             made = generator(there, total_num_pages=pages)
             for _ in range(2):
                 found = made.generate(prompts, 14, each, stop)
-                for prompt, one, done in zip(prompts, each, found, strict=True):
-                    assert done.tokens == expected(here, prompt, 14, one, stop)
+                for prompt, text, done in zip(prompts, texts, found, strict=True):
+                    assert done.tokens == until(text, stop)
                     assert done.logprobs == logprobs(here, prompt, done.tokens)

@@ -280,6 +280,28 @@ def test_one_changed_word_is_found_from_the_digest(dtype: torch.dtype) -> None:
     assert digest.locate(x, tuple(digest.digest(other).tolist())) is None
 
 
+@pytest.mark.parametrize("word", [2**31 - 1, -(2**31)])
+def test_a_word_beyond_32_bits_is_none(word: int) -> None:
+    """The digest of one more than the largest word, or one less than the smallest, is that of no tensor."""
+    x, away = torch.tensor([5, word, 7], dtype=torch.int32), 1 if word > 0 else -1
+    for change, is_a_word in ((away, False), (-away, True)):
+        total, weighted = (int(part) for part in digest.digest(x))
+        other = total + change, weighted + change * int(digest.factors(3)[1])
+        found = digest.locate(x, other)
+        assert (found == digest.Word(1, word + change)) if is_a_word else found is None
+
+
+@pytest.mark.parametrize("count", [1, 4, 5, 8, 9, 11])
+def test_a_digest_in_pieces_is_the_written_sum(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of tensors that are longer than a piece, and end in one, in a row or inside of a row."""
+    monkeypatch.setattr(digest, "PIECE", 4 * digest.ROW)
+    words = torch.randint(-(2**31), 2**31, (count * digest.ROW,), generator=torch.Generator().manual_seed(count))
+    for x in (words.int(), words.int()[:-5], words.int()[: -digest.ROW + 3]):
+        with np.errstate(over="ignore"):
+            weighted = (x.numpy().astype(np.int64).view(np.uint64) * digest.factors(len(x))).sum(dtype=np.uint64)
+        assert digest.digest(x).tolist() == [int(x.sum(dtype=torch.int64)), int(weighted.view(np.int64))]
+
+
 # --- refusals --------------------------------------------------------------------------------------------
 
 

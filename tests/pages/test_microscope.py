@@ -189,18 +189,20 @@ def test_what_a_cast_loses_is_what_cast_stats_counts(v8: Engine, seed: int, name
 # ---- the tensor core ---------------------------------------------------------------------------------------------
 
 
-def test_every_recorded_fp8_step_gives_the_word_of_an_h200(engine: Engine) -> None:
+@pytest.mark.parametrize("every", [8, pytest.param(1, marks=pytest.mark.slow)])
+def test_recorded_fp8_steps_give_the_words_of_an_h200(engine: Engine, every: int) -> None:
+    """Every eighth row of each tile; all are a slow test."""
     compared = different = 0
     for case in steps():
         if case.a.element_size() != 1:
             continue
-        for a, b, c, d in zip(case.a, case.b, case.c, case.d, strict=True):
+        for b, a, c, d in zip(case.b, *(x[:, ::every] for x in (case.a, case.c, case.d)), strict=True):
             sizes = (len(a), len(b), a.shape[1])
             got = call(engine, "tile", *map(base64_of, (a, b, c)), *sizes, *case.formats.upper().split("."))
             recorded = d.numpy().view(np.uint32).reshape(-1)
             compared += recorded.size
             different += int((np.array(got, np.uint64) != recorded).sum())
-    assert compared > 100_000
+    assert compared > 100_000 // every
     assert different == 0
 
 

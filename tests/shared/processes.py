@@ -1,8 +1,9 @@
 """Processes of their own, without the seconds that importing torch takes in each.
 
-A server (multiprocessing's) imports once, and each process is a fork of it, in which modules are as an import has left
-them. What an import itself does, reads from the environment or costs needs a fresh `python` instead. A fork computes on
-one thread: it does not have those of OpenMP's that an import may have started, and would wait for them.
+A server (multiprocessing's) imports once, and each process is a fork of it, in which modules are as an import has
+left them, and compiled code is loaded (`shared.warm`). What an import itself does, reads from the environment or
+costs needs a fresh `python` instead. A fork computes on one thread: it does not have those of OpenMP's that an import
+may have started, and would wait for them.
 """
 
 import gc
@@ -14,15 +15,29 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch.multiprocessing
 
 _CONTEXT: Any = multiprocessing.get_context("forkserver")
 # Ranks that train import these, each for itself: it would be half of their time.
-_LATER = ("torch._dynamo", "torch.distributed.fsdp", "matplotlib.figure")
+_LATER = ("torch._dynamo", "torch.distributed.fsdp", "matplotlib.figure", "shared.warm")
 _CONTEXT.set_forkserver_preload(["shared.cores", "optimized", "conftest", *_LATER])
+
+
+def _serve() -> None:
+    """Let the server run. It looks for modules where this process does, of which Python 3.11 tells it nothing."""
+    with mock.patch.dict(os.environ, {"PYTHONPATH": os.pathsep.join(sys.path)}):
+        forkserver.ensure_running()
+
+
+def context(method: str) -> Any:
+    """In place of `multiprocessing.get_context`: its processes are forks of the server, too."""
+    _serve()
+    return _CONTEXT
 
 
 def event() -> Any:
@@ -38,6 +53,7 @@ def _on_one_thread(work: Callable[..., None], *arguments: Any) -> None:
 
 def started(work: Callable[..., None], *arguments: Any) -> Any:
     """A process that has begun `work(*arguments)`: a `multiprocessing.Process`."""
+    _serve()
     process = _CONTEXT.Process(target=_on_one_thread, args=(work, *arguments))
     process.start()
     return process
@@ -56,6 +72,7 @@ def _rank(rank: int, work: Callable[..., None], *arguments: Any) -> None:
 
 def ranks(work: Callable[..., None], arguments: tuple[Any, ...], count: int) -> None:
     """`work(rank, *arguments)` in `count` processes at once."""
+    _serve()
     torch.multiprocessing.start_processes(_rank, args=(work, *arguments), nprocs=count, start_method="forkserver")  # type: ignore[no-untyped-call]
 
 

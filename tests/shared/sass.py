@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import tempfile
 from collections import Counter
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -65,7 +65,8 @@ class Instruction(NamedTuple):
     waits: int  # a mask of scoreboards that it waits for
 
 
-def instructions(cubin: bytes) -> list[Instruction]:
+@lru_cache(1)
+def instructions(cubin: bytes) -> tuple[Instruction, ...]:
     """A cubin's instructions in their order."""
     lines = disassembly(cubin, "-hex").splitlines()
     found = []
@@ -76,7 +77,7 @@ def instructions(cubin: bytes) -> list[Instruction]:
             found.append(
                 Instruction(match[1], line[match.start(1) :].split(";")[0], control >> 5 & 7, control >> 11 & 63)
             )
-    return found
+    return tuple(found)
 
 
 def unfinished_loads(cubin: bytes) -> list[tuple[str, str]]:

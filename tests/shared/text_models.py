@@ -56,11 +56,15 @@ def alone(model: Model, prompt: Sequence[int], count: int, one: te.Sampling) -> 
     return text[len(prompt) :]
 
 
+@torch.no_grad()
 def check(model: Model, prompt: Sequence[int], found: Any, count: int, one: te.Sampling) -> None:
-    """Tokens as by themselves, and log-probabilities as by the trainer's loss."""
-    assert found.tokens == alone(model, prompt, count, one)
-    with torch.no_grad():
-        text = [*prompt, *found.tokens]
-        losses = te.cross_entropy(whole(model, text[:-1]), torch.tensor(text[1:]), reduction="none")
-    expected = (-losses[len(prompt) - 1 :]).tolist()
-    assert found.logprobs == expected
+    """Tokens as by the trainer's forward, and log-probabilities as by its loss.
+
+    One forward of the whole text, as in training: `test_a_rows_logits_do_not_depend_on_later_tokens`.
+    """
+    assert len(found.tokens) == count
+    text = [*prompt, *found.tokens]
+    logits = whole(model, text[:-1])[len(prompt) - 1 :].contiguous()
+    assert found.tokens == sample(logits, [one] * count, list(range(len(prompt), len(text)))).tolist()
+    losses = te.cross_entropy(logits, torch.tensor(found.tokens), reduction="none")
+    assert found.logprobs == (-losses).tolist()

@@ -4,13 +4,14 @@
     PYTHONPATH=. python tests/tools/mutation.py --count 300 --seed 1          # an hour on two cores
 
 A mutant is one change of one place (a number, an operator, a condition). cosmic-ray lists all of them; `--count` are
-drawn of those that compile. First all tests of `pytest -m "not slow"` run once in a copy of the checkout, and coverage
-notes which execute what (`--map` keeps it). Then each mutant is judged in a copy by the tests that execute the changed
-statement, one of each test function before the second of any, and stops at the first that fails: a test that never
-executes a statement does not see its change. Those that a minute of tests does not kill are judged again, last, by ten
-minutes of the others that execute the statement, or else anything of its module (`--budget`). A mutant survives if all
-pass; a test that takes many times as long as it did is a kill, and noted as one by time. At the end the tests that
-killed run without a mutation: one that fails then has killed nothing.
+drawn of those that compile and may change what a program does (`changes_nothing` says of which kinds none is). First
+all fast tests of CI, those in the simulator too, run once in a copy of the checkout, and coverage notes which execute
+what (`--map` keeps it). Then each mutant is judged in a copy by the tests that execute the changed statement, one of
+each test function before the second of any, and stops at the first that fails: a test that never executes a statement
+does not see its change. Those that a minute of tests does not kill are judged again, last, by ten minutes of the
+others that execute the statement, or else anything of its module (`--budget`). A mutant survives if all pass; a test
+that takes many times as long as it did is a kill, and noted as one by time. At the end the tests that killed run
+without a mutation: one that fails then has killed nothing.
 
 Numbers and names at a module's top are executed by its import. They are judged by the tests of the functions that name
 them, and what numba compiles by the tests that call it, or what calls it.
@@ -33,6 +34,7 @@ import itertools
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import sqlite3
@@ -51,7 +53,9 @@ import numba
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FAST = ("-q", "-m", "not slow", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:cov", "-p", "no:benchmark")
+# All that CI runs: the fast suite, and the kernels' tests in the simulator.
+WHICH = ("-m", "not slow and (not gpu or simulated)", "--simulate")
+FAST = ("-q", *WHICH, "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:cov", "-p", "no:benchmark")
 # A busy machine fails these, so they are no judges.
 OF_TIME = (
     "::test_importing_is_quick_and_loads_no_more_than_it_needs",
@@ -60,6 +64,13 @@ OF_TIME = (
 PATIENCE = (120.0, 20.0)  # a test is stopped after so many seconds and so many times its time
 # Annotations are full of `X | None`, each of which dies at its import under all eleven of these.
 SKIPPED = ("core/ReplaceBinaryOperator_BitOr_",)
+# Types, None, names that are interned and small numbers are one object where they are equal.
+SAME = tuple(f"core/ReplaceComparisonOperator_{one}" for one in ("Eq_Is", "Is_Eq", "NotEq_IsNot", "IsNot_NotEq"))
+# Tests' inputs: whatever stands there, the two sides must agree on it.
+INPUTS = ("optimized/recordings/cases/",)
+# Speed alone: what a tile costs, by which one of several with the same words is chosen; what is computed once. And
+# `@staticmethod`, without which a function of a class is the same.
+ALIKE = re.compile(r"\bCost\(|^\s*@(staticmethod|(functools\.)?(lru_)?cache)\b")
 # What writes caches, or is in what they keep, has a cache of its own while it is changed.
 CACHES = ("reference/support/", "optimized/cuda/")
 CONFIG = """[cosmic-ray]
@@ -95,6 +106,11 @@ def copy(folder: Path) -> Path:
     return folder
 
 
+def changes_nothing(module: str, operator: str, line: str) -> bool:
+    """Whether a change is, by its kind or place, none that a test should see."""
+    return operator in SAME or operator.startswith(SKIPPED) or module.startswith(INPUTS) or bool(ALIKE.search(line))
+
+
 def drawn(folder: Path, count: int, seed: int) -> dict[str, Any]:
     """`count` of all mutants that cosmic-ray knows and Python compiles, each with its patch, and how many it knows."""
     from cosmic_ray.mutating import mutate_code  # only here: another machine may judge what was drawn on this one
@@ -104,7 +120,9 @@ def drawn(folder: Path, count: int, seed: int) -> dict[str, Any]:
     subprocess.run(["cosmic-ray", "init", "mutation.toml", "mutation.sqlite"], cwd=folder, check=True)
     query = "select module_path, operator_name, occurrence, start_pos_row from mutation_specs order by 1, 2, 3"
     with contextlib.closing(sqlite3.connect(folder / "mutation.sqlite")) as database:
-        rows = [row for row in database.execute(query) if not row[1].startswith(SKIPPED)]
+        rows = database.execute(query).fetchall()
+    lines = {module: (folder / module).read_text("utf-8").split("\n") for module, *_ in rows}
+    rows = [one for one in rows if not changes_nothing(one[0], one[1], lines[one[0]][one[3] - 1])]
     found: list[dict[str, Any]] = []
     for module, operator, occurrence, line in random.Random(seed).sample(rows, len(rows)):
         source = (folder / module).read_text("utf-8")

@@ -32,12 +32,13 @@ PRECISIONS = ("delayed", "current", "block")
 
 
 class Job(NamedTuple):
-    """Some steps of a run in a layout, from its checkpoint on if there is one; rank 0 leaves one."""
+    """Some steps of runs in a layout, from their checkpoints on if there are any; rank 0 leaves one of each."""
 
     name: str
     size: Settings
     steps: int
     layout: dict[str, Any]
+    precisions: tuple[str, ...] = PRECISIONS
 
 
 def steps_of(trainer: Trainer, steps: int) -> str:
@@ -50,8 +51,8 @@ def worker(rank: int, world: int, port: int, jobs: list[Job], path: str) -> None
     """Each rank leaves its hashes."""
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world, timeout=LIMIT)
     found = []
-    for name, size, steps, layout in jobs:
-        for precision in PRECISIONS:
+    for name, size, steps, layout, precisions in jobs:
+        for precision in precisions:
             trainer = Trainer(replace(size, precision=precision, groups=size.accumulate), corpus(), **layout)
             file = Path(f"{path}.{name}.{precision}")
             if file.exists():
@@ -72,17 +73,18 @@ def on_ranks(world: int, jobs: list[Job], path: Path) -> dict[str, list[str]]:
     found = {Path(f"{path}.rank{rank}").read_text() for rank in range(world)}
     assert len(found) == 1, "ranks differ"
     lines = iter(found.pop().split("\n"))
-    return {job.name: [next(lines) for _ in PRECISIONS] for job in jobs}
+    return {job.name: [next(lines) for _ in job.precisions] for job in jobs}
 
 
-def alone(size: Settings, steps: int) -> list[str]:
-    every = [replace(size, precision=precision, groups=size.accumulate) for precision in PRECISIONS]
+def alone(size: Settings, steps: int, precisions: tuple[str, ...] = PRECISIONS) -> list[str]:
+    every = [replace(size, precision=precision, groups=size.accumulate) for precision in precisions]
     return [steps_of(Trainer(one, corpus()), steps) for one in every]
 
 
 def test_a_run_stops_in_one_layout_and_goes_on_in_another(tmp_path: Path) -> None:
-    """Each run begins on two ranks and ends on four."""
-    sizes = {"data": TINY, "weights": WIDE, "tokens": LONG, "FSDP2 to TP": WIDE}
+    """Each run begins on two ranks and ends on four. Layers in each recipe that share more: test_tensor_parallel.py."""
+    sizes = {"data": (TINY, PRECISIONS), "weights": (WIDE, ("delayed", "block")), "tokens": (LONG, ("current",))}
+    sizes["FSDP2 to TP"] = (WIDE, ("delayed",))
     first: dict[str, Any] = {"data": {}, "weights": {"tensor": 2}, "tokens": {"context": 2}}
     first |= {"FSDP2 to TP": {"shard": True}}
     then: dict[str, Any] = {
@@ -91,10 +93,11 @@ def test_a_run_stops_in_one_layout_and_goes_on_in_another(tmp_path: Path) -> Non
         "tokens": {"context": 2},
         "FSDP2 to TP": {"tensor": 2},
     }
-    on_ranks(2, [Job(name, size, STEPS - 1, first[name]) for name, size in sizes.items()], tmp_path / "run")
-    found = on_ranks(4, [Job(name, size, 1, then[name]) for name, size in sizes.items()], tmp_path / "run")
-    expected = {size: alone(size, STEPS) for size in sizes.values()}
-    assert found == {name: expected[size] for name, size in sizes.items()}
+    jobs = [Job(name, size, STEPS - 1, first[name], precisions) for name, (size, precisions) in sizes.items()]
+    on_ranks(2, jobs, tmp_path / "run")
+    jobs = [one._replace(steps=1, layout=then[one.name]) for one in jobs]
+    found = on_ranks(4, jobs, tmp_path / "run")
+    assert found == {name: alone(size, STEPS, precisions) for name, (size, precisions) in sizes.items()}
 
 
 @pytest.mark.slow

@@ -123,8 +123,3 @@ def test_what_is_refused(change: dict[str, Any], sentence: str) -> None:
 
 def test_a_page_that_no_key_lies_in_may_be_any() -> None:
     twin.attention_paged(*arguments(page_table=int32(0, 1, 2, 99).view(2, 2)))
-
-
-def test_what_a_compiler_is_told() -> None:
-    tests = ("test_schema", "test_faketensor")
-    torch.library.opcheck(twin.attention_paged.default, arguments(), test_utils=tests)
