@@ -61,8 +61,10 @@ constexpr int kParts = 5;         // of keys and values, in shared memory
 constexpr int kChannels = 256;    // of a tile; those beyond d are zeros
 constexpr int kRows = 64 * 128;   // bytes of 64 rows and 64 channels
 constexpr int kPart = 4 * kRows;  // of 128 keys and 128 channels, or of 64 values and all channels
-constexpr int kSegmentBlocks = SEGMENT > 0 ? SEGMENT / kTileRows : 1;
+#if SEGMENT
+constexpr int kSegmentBlocks = SEGMENT / kTileRows;
 static_assert(SEGMENT % kTileRows == 0, "a segment has whole blocks of keys");
+#endif
 
 // Queries from `first` of a head, and the blocks of keys that they visit. Without a head (-1), there is no tile.
 struct Place {
@@ -260,38 +262,45 @@ __device__ __forceinline__ void consume(Shared& shared, const Arguments& a, unsi
         float o[kChannels / 2];
 #pragma unroll
         for (int i = 0; i < kChannels / 2; i++) o[i] = 0.0f;
+#if SEGMENT
+#pragma unroll 1
+        for (int from = tile.blocks.from, to; from < tile.blocks.to; from = to) {
+            to = min(from / kSegmentBlocks * kSegmentBlocks + kSegmentBlocks, tile.blocks.to);
+#pragma unroll 1
+            for (int j = from; j < to; j++) {
+#else
         for (int j = tile.blocks.from; j < tile.blocks.to; j++) {
-            const int key = j * kTileRows + 2 * (threadIdx.x % 4);
-            const Limits& limits = limits_of(a, tile);
-            float s[64], alpha[2];
-            if (j == tile.blocks.from) q_box.wait_full(consumer.queries.parity);
-            consumer.score(s);
-            if (j + 1 == tile.blocks.to) q_box.arrive_empty(), consumer.queries.advance();
-            add_bias<false>(s, a, limits, tile.batch, tile.head, row, key);
-            const bool ends = Config::kLengths && warp_row + 16 > limits.sq;
-            if ((j + 1) * kTileRows > key_limit(limits, warp_row) || ends) hide_after(s, limits, row, key);
-            if (j * kTileRows < key_from(limits, warp_row + 15)) hide_before(s, limits, row, key);
-            if (mask != nullptr && !hides_nothing(a, mask, j * kTileRows)) hide_masked(s, a, mask, row, key);
-            weigh(s, rows, alpha, factor(a));
-            if constexpr (Config::kDropout) {
-                int head = tile.batch * a.heads + tile.head;
-                asm volatile("" : "+r"(head));  // so that no counter is kept from block to block
-                drop(s, generator, tile_counter<Config::kPlaced>(a, head, warp_row / 16, 8 * j), a.threshold);
-            }
-            if (__any_sync(0xFFFFFFFF, alpha[0] != 1.0f || alpha[1] != 1.0f)) {
+#endif
+                const int key = j * kTileRows + 2 * (threadIdx.x % 4);
+                const Limits& limits = limits_of(a, tile);
+                float s[64], alpha[2];
+                if (j == tile.blocks.from) q_box.wait_full(consumer.queries.parity);
+                consumer.score(s);
+                if (j + 1 == tile.blocks.to) q_box.arrive_empty(), consumer.queries.advance();
+                add_bias<false>(s, a, limits, tile.batch, tile.head, row, key);
+                const bool ends = Config::kLengths && warp_row + 16 > limits.sq;
+                if ((j + 1) * kTileRows > key_limit(limits, warp_row) || ends) hide_after(s, limits, row, key);
+                if (j * kTileRows < key_from(limits, warp_row + 15)) hide_before(s, limits, row, key);
+                if (mask != nullptr && !hides_nothing(a, mask, j * kTileRows)) hide_masked(s, a, mask, row, key);
+                weigh(s, rows, alpha, factor(a));
+                if constexpr (Config::kDropout) {
+                    int head = tile.batch * a.heads + tile.head;
+                    asm volatile("" : "+r"(head));  // so that no counter is kept from block to block
+                    drop(s, generator, tile_counter<Config::kPlaced>(a, head, warp_row / 16, 8 * j), a.threshold);
+                }
+                if (__any_sync(0xFFFFFFFF, alpha[0] != 1.0f || alpha[1] != 1.0f)) {
 #pragma unroll
-                for (int i = 0; i < kChannels / 2; i++) o[i] = __fmul_rn(o[i], alpha[i / 2 % 2]);
-            }
-            unsigned p[8][4];
+                    for (int i = 0; i < kChannels / 2; i++) o[i] = __fmul_rn(o[i], alpha[i / 2 % 2]);
+                }
+                unsigned p[8][4];
 #pragma unroll
-            for (int step = 0; step < 8; step++) pack_operand<Format>(p[step], s, step);
-            consumer.add_values(o, p, Config::kPacked ? limits.skv - j * kTileRows : kTileRows);
-            if constexpr (SEGMENT > 0) {
-                const bool first = j / kSegmentBlocks == tile.blocks.from / kSegmentBlocks;
-                const bool last = j + 1 == tile.blocks.to;
-                if (last || (j + 1) % kSegmentBlocks == 0) end_segment<128 * kConsumers>(o, rows, totals, first, last);
+                for (int step = 0; step < 8; step++) pack_operand<Format>(p[step], s, step);
+                consumer.add_values(o, p, Config::kPacked ? limits.skv - j * kTileRows : kTileRows);
             }
+#if SEGMENT
+            end_segment<128 * kConsumers>(o, rows, totals, from == tile.blocks.from, to == tile.blocks.to);
         }
+#endif
         float last[2];
         finish(last, rows, a, m, inv, tile.batch, tile.head, row, true);
         const Limits& limits = limits_of(a, tile);
