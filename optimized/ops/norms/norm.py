@@ -23,7 +23,7 @@ KIND = {kind: number for number, kind in enumerate(KINDS)}
 # By the warps that hold a row, 1024 elements each: rows of a block, and blocks of a multiprocessor.
 _SHAPES = {1: (4, 6), 2: (6, 2), 3: (3, 2), 4: (2, 2), 5: (4, 1), 6: (3, 1), 8: (2, 1), 12: (1, 1), 16: (1, 1)}
 ROW_WARPS = tuple(_SHAPES)
-_SHARED = 8 * 16 * 1024
+SHARED = 8 * 16 * 1024
 _ANY_THREADS = 256
 
 
@@ -50,7 +50,7 @@ def defines(x: torch.dtype, kind: str, warps: int, hidden: int) -> Defines:
 @functools.cache
 def rows_kernel(x: torch.dtype, kind: str, warps: int, hidden: int, amax: bool = False) -> launch.Kernel:
     more: Defines = {"AMAX": 1} if amax else {}
-    return launch.function("norm", "norm_rows", {**defines(x, kind, warps, hidden), **more}, _SHARED)
+    return launch.function("norm", "norm_rows", {**defines(x, kind, warps, hidden), **more}, SHARED)
 
 
 @functools.cache

@@ -12,13 +12,12 @@ from optimized.cuda import launch
 from optimized.ops.casts.amax import WIDE, aligned, pointer
 from optimized.ops.casts.cast import FP8, scaling_pointers
 from optimized.ops.casts.cast import run as run_cast
-from optimized.ops.norms.norm import ROW_WARPS, Defines, blocks_of, defines, normalize, row_warps
+from optimized.ops.norms.norm import ROW_WARPS, SHARED, Defines, blocks_of, defines, normalize, row_warps
 from reference.ops.casts.cast import Scaling
 from reference.ops.library import on_cuda
 from reference.ops.norms.norm import KINDS
 from reference.ops.norms.norm_cast import Found, outputs
 
-_SHARED = 8 * 16 * 1024
 # By warps: fewer threads at a time than `norm` has, since the scale and the amax take registers.
 _SHAPES = {1: {"BLOCKS": 5}, 2: {"ROWS": 5}}
 
@@ -27,7 +26,7 @@ _SHAPES = {1: {"BLOCKS": 5}, 2: {"ROWS": 5}}
 def _kernel(x: torch.dtype, kind: str, q: torch.dtype, warps: int, hidden: int) -> launch.Kernel:
     macros: Defines = {**defines(x, kind, warps, hidden), "FP8": FP8[q]}
     macros |= {name: min(most, int(macros[name])) for name, most in _SHAPES.get(warps, {}).items()}
-    return launch.function("norm_cast", "norm_cast", macros, _SHARED)
+    return launch.function("norm_cast", "norm_cast", macros, SHARED)
 
 
 CONFIGURATIONS = [

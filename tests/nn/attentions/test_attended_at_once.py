@@ -25,14 +25,20 @@ MORE: dict[str, tuple[dict[str, Any], int]] = {
 }
 
 
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """It has an element for each step of a layer at once."""
+    found: list[int] = []
+    at_once = multihead_pair.attended_at_once
+    monkeypatch.setattr(multihead_pair, "attended_at_once", lambda *all: (found.append(1), at_once(*all))[1])
+    return found
+
+
 @pytest.mark.parametrize("in_fp8", [False, True])
 @pytest.mark.parametrize("name", MORE)
-def test_the_same_words(name: str, in_fp8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_words(name: str, in_fp8: bool, taken: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     options, times = MORE[name]
     model = Decoder(**options)
-    taken: list[int] = []
-    at_once = multihead_pair.attended_at_once
-    monkeypatch.setattr(multihead_pair, "attended_at_once", lambda *all: (taken.append(1), at_once(*all))[1])
 
     def written() -> list[torch.Tensor]:
         cache = model.params(2, is_paged=True, total_num_pages=40, page_size=8, qkv_format="thd")
@@ -53,11 +59,9 @@ def test_the_same_words(name: str, in_fp8: bool, monkeypatch: pytest.MonkeyPatch
     assert len(taken) == times
 
 
-def test_a_batch_that_is_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_that_is_not_packed(taken: list[int]) -> None:
     """Steps of one token of each sequence, [1, b, hidden]."""
-    model, taken = Decoder(), []
-    at_once = multihead_pair.attended_at_once
-    monkeypatch.setattr(multihead_pair, "attended_at_once", lambda *all: (taken.append(1), at_once(*all))[1])
+    model = Decoder()
     x = model.numbers(3, 24, 3)
     with torch.no_grad():
         cache = model.params(3, is_paged=True, total_num_pages=60, page_size=16)
@@ -67,11 +71,8 @@ def test_a_batch_that_is_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("angles", ["two", "none", "one twice"])
-def test_other_angles(angles: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_angles(angles: str, taken: list[int]) -> None:
     """q's and k's own, none, and a pair that is one."""
-    taken: list[int] = []
-    at_once = multihead_pair.attended_at_once
-    monkeypatch.setattr(multihead_pair, "attended_at_once", lambda *all: (taken.append(1), at_once(*all))[1])
     layer = te.MultiheadAttention(64, 4, num_gqa_groups=2, layer_number=1, params_dtype=torch.bfloat16).eval()
     freqs = te.RotaryPositionEmbedding(16)(40)
     given = {"two": (freqs, 2 * freqs), "none": None, "one twice": (freqs, freqs)}[angles]
