@@ -106,7 +106,7 @@ def stepper(way: Way, case: Case, count: int, device: torch.device) -> Callable[
         if order is not None:
             tree_reduce_scatter(model, order)
     elif way.sharing == DDP:
-        model = DistributedDataParallel(model, gradient_as_bucket_view=order is None)
+        model = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=100)
         if order is not None:
             model.register_comm_hook(order, tree_hook)
     optimizer: Any
