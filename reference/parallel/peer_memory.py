@@ -13,6 +13,14 @@ All of it is work of one stream: copies by engines, words written and waited for
 What was received is there until this rank's next exchange but one. Two halves suffice: a rank writes to half k mod 2
 again in exchange k + 2, when it has k + 1 from the rank whose memory it is, which sent that after it had read k.
 
+Messages from each rank to the next (`Messages`) go through rooms of the receiver's memory, in turn:
+
+    send n      on a stream of its own: wait until message n - ROOMS is taken; copy; write n to the receiver's word
+    receive n   on torch's current stream, where it is needed: wait for n; copy it out; write n to the sender's word
+
+No wait comes before what the other rank needs to end it, even if a GPU does the work of all streams in the order in
+which the host gave it (`CUDA_DEVICE_MAX_CONNECTIONS=1`): there are as many rooms as a sum over ranks has bands.
+
 A rank that is gone leaves the others' streams waiting, which no time-out of the process group would see. So a user of
 this also has a small collective of the process group in flight (`GradientOrder`).
 """
@@ -20,8 +28,9 @@ this also has a small collective of the process group in flight (`GradientOrder`
 import ctypes
 import functools
 import socket
-from collections.abc import Sequence
-from typing import Any
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,6 +38,8 @@ import torch.distributed as dist
 ALIGNED = 256  # bytes: where the part of each rank begins
 WORDS = 4096  # bytes before the halves, in which each rank has a word
 HALVES = 2
+ROOMS = 8
+GIVEN, TAKEN = 0, 4  # bytes: where the words of messages are
 
 
 @functools.cache
@@ -145,3 +156,96 @@ class PeerMemory:
             given[own] if r == own else self._own[half + starts[r] : half + starts[r] + sizes[r]]
             for r in range(self._ranks)
         ]
+
+
+class _Sent(NamedTuple):
+    """As `dist.isend` returns it: torch's current stream waits until what was sent may be written again."""
+
+    event: torch.cuda.Event
+
+    def wait(self) -> None:
+        torch.cuda.current_stream().wait_event(self.event)
+
+
+class _Received(NamedTuple):
+    """As `dist.irecv` returns it."""
+
+    wait: Callable[[], None]
+
+
+class Messages:
+    """Messages of a ring: each rank of a group sends to the next, and receives from the one before.
+
+    Where a message is larger than all before, the ranks wait for each other; so all send or receive one of its size.
+
+    Args:
+        group, device: as of `PeerMemory`.
+    """
+
+    def __init__(self, group: Any, device: torch.device) -> None:
+        self._group, self._device = group, device
+        self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
+        self._next, self._before = (self._rank + 1) % self._ranks, (self._rank - 1) % self._ranks
+        self._room = 0  # bytes
+        self._own = torch.empty(0)
+        self._theirs: list[torch.Tensor] = []
+        self._sent = self._received = 0
+        self._stream: Any = None
+
+    def _fit(self, size: int) -> None:
+        """Have rooms of `size` bytes."""
+        if size <= self._room:
+            return
+        torch.cuda.synchronize(self._device)
+        dist.barrier(self._group)
+        self._room = -(-size // ALIGNED) * ALIGNED
+        self._own, self._theirs = shared(WORDS + ROOMS * self._room, self._device, self._group)
+        self._own[:WORDS].zero_()
+        self._sent = self._received = 0
+        torch.cuda.synchronize(self._device)
+        dist.barrier(self._group)
+
+    def _place(self, memory: torch.Tensor, number: int, size: int) -> torch.Tensor:
+        first = WORDS + number % ROOMS * self._room
+        return memory[first : first + size]
+
+    def send(self, x: torch.Tensor) -> _Sent:
+        """Send contiguous uint8 [n] to the next rank; its memory stays until the result has been waited for."""
+        self._fit(x.numel())
+        self._sent += 1
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device, priority=-1)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        theirs = self._theirs[self._next]
+        with torch.cuda.stream(self._stream):
+            if self._sent > ROOMS:
+                wait(self._own.data_ptr() + TAKEN, self._sent - ROOMS)
+            copy(self._place(theirs, self._sent, x.numel()), x)
+            write(theirs.data_ptr() + GIVEN, self._sent)
+            return _Sent(self._stream.record_event())
+
+    def receive(self, x: torch.Tensor) -> _Received:
+        """Receive contiguous uint8 [n] from the rank before, where the result is waited for, in the order of calls."""
+        self._fit(x.numel())
+        self._received += 1
+        return _Received(functools.partial(self._take, x, self._received))
+
+    def _take(self, x: torch.Tensor, number: int) -> None:
+        wait(self._own.data_ptr() + GIVEN, number)
+        copy(x, self._place(self._own, number, x.numel()))
+        write(self._theirs[self._before].data_ptr() + TAKEN, number)
+
+
+_MESSAGES: "weakref.WeakKeyDictionary[Any, Messages | None]" = weakref.WeakKeyDictionary()
+
+
+def messages(group: Any, x: torch.Tensor) -> Messages | None:
+    """The messages of a group whose ranks can write to each other's memory, for a tensor like x; else None.
+
+    Not in a CUDA graph's capture: a graph would wait for the same numbers at each replay.
+    """
+    if not x.is_cuda or torch.cuda.is_current_stream_capturing():
+        return None
+    if group not in _MESSAGES:
+        _MESSAGES[group] = None if obstacle(group, x.device) else Messages(group, x.device)
+    return _MESSAGES[group]

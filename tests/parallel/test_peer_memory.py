@@ -1,5 +1,6 @@
 """Exchanges in each other's memory: what a rank receives is there until it has read it, however streams run."""
 
+import contextlib
 import random
 from collections import deque
 from collections.abc import Callable
@@ -10,10 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from reference.parallel import peer_memory
-from reference.parallel.peer_memory import PeerMemory
+from reference.parallel import ordered_reduce, peer_memory
+from reference.parallel.peer_memory import Messages, PeerMemory
 
-CPU = torch.device("cpu")
+CPU, U8 = torch.device("cpu"), torch.uint8
 Work = tuple[Callable[[], bool], Callable[[], None]]  # whether it may begin, and what it does
 
 
@@ -34,13 +35,18 @@ class Streams:
         monkeypatch.setattr(dist, "get_world_size", lambda group: ranks)
         monkeypatch.setattr(dist, "barrier", lambda group: None)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace())
+        # All streams of a rank are one, as with CUDA_DEVICE_MAX_CONNECTIONS=1.
+        stream = SimpleNamespace(wait_stream=lambda other: None, record_event=lambda: None)
+        stream.wait_event = lambda event: None
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda *device: stream)
+        monkeypatch.setattr(torch.cuda, "Stream", lambda *device, priority: stream)
+        monkeypatch.setattr(torch.cuda, "stream", lambda one: contextlib.nullcontext())
 
     def enqueue(self, act: Callable[[], None], ready: Callable[[], bool] = lambda: True) -> None:
         self.queues[self.rank].append((ready, act))
 
     def shared(self, size: int, device: torch.device, group: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        every = self.memory.setdefault(size, [torch.zeros(size, dtype=torch.uint8) for _ in self.queues])
+        every = self.memory.setdefault(size, [torch.zeros(size, dtype=U8) for _ in self.queues])
         return every[self.rank], every
 
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
@@ -72,7 +78,7 @@ class Streams:
 
 
 def part(sender: int, receiver: int, number: int, size: int) -> torch.Tensor:
-    return torch.full((size,), (37 * sender + 11 * receiver + 5 * number) % 256, dtype=torch.uint8)
+    return torch.full((size,), (37 * sender + 11 * receiver + 5 * number) % 256, dtype=U8)
 
 
 def wrong(streams: Streams, ranks: int, draw: random.Random) -> int:
@@ -106,3 +112,49 @@ def test_one_half_would_not_do(monkeypatch: pytest.MonkeyPatch) -> None:
     streams = Streams(3, monkeypatch)
     monkeypatch.setattr(peer_memory, "HALVES", 1)
     assert any(wrong(streams, 3, random.Random(seed)) for seed in range(5))
+
+
+def chains(streams: Streams, ranks: int, draw: random.Random) -> list[bool]:
+    """Of some chains of `ordered_reduce`, one after the other: whether each band is what the rank before has sent."""
+    found: list[bool] = []
+    drawn = [(draw.randint(1, 3), draw.randint(1, ordered_reduce.BANDS)) for _ in range(4)]
+    members = []
+    for streams.rank in range(ranks):
+        members.append(Messages(None, CPU))
+        members[-1]._fit(512)
+    for streams.rank in range(ranks):
+        member, before = members[streams.rank], (streams.rank - 1) % ranks
+        for number, (rounds, bands) in enumerate(drawn):
+            due: list[Any] = []
+            for what, piece, band in ordered_reduce.schedule(streams.rank, ranks, rounds, bands):
+                key = 64 * number + 8 * piece + band
+                if what == "send":
+                    member.send(part(streams.rank, 0, key, 300))
+                elif what == "receive":
+                    # What the first rank gets is of the round before.
+                    wanted, room = part(before, 0, key if streams.rank else key - 8, 300), torch.zeros(300, dtype=U8)
+                    due.append((member.receive(room), room, wanted))
+                elif piece or streams.rank:
+                    work, room, wanted = due.pop(0)
+                    work.wait()
+                    streams.enqueue(lambda x=room, y=wanted: found.append(torch.equal(x, y)))  # type: ignore[misc]
+    streams.run(draw)
+    assert len(found) == sum(bands * (rounds * ranks - 1) for rounds, bands in drawn)
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_sums_pass_through_ranks_whatever_is_late(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed in range(20):
+        assert all(chains(Streams(ranks, monkeypatch), ranks, random.Random(seed)))
+
+
+def test_fewer_rooms_than_bands_would_not_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_memory, "ROOMS", 2)
+    with pytest.raises(AssertionError, match="all ranks wait"):
+        for seed in range(5):
+            chains(Streams(2, monkeypatch), 2, random.Random(seed))
+
+
+def test_there_are_as_many_rooms_as_bands() -> None:
+    assert peer_memory.ROOMS >= ordered_reduce.BANDS
