@@ -151,9 +151,13 @@ def test_sums_pass_through_ranks_whatever_is_late(ranks: int, monkeypatch: pytes
 
 def test_fewer_rooms_than_bands_would_not_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_memory, "ROOMS", 2)
-    with pytest.raises(AssertionError, match="all ranks wait"):
-        for seed in range(5):
+    waiting = 0
+    for seed in range(5):
+        try:
             chains(Streams(2, monkeypatch), 2, random.Random(seed))
+        except AssertionError as error:
+            waiting += "all ranks wait" in str(error)
+    assert waiting
 
 
 def test_there_are_as_many_rooms_as_bands() -> None:
