@@ -123,8 +123,8 @@ def reduce_amaxes(histories: list[torch.Tensor], group: Any) -> None:
     """Take the maximum of every row 0 over the process group, in one collective."""
     amaxes = torch.cat([history[0] for history in histories])
     groups.largest(amaxes, group)
-    for history, amax in zip(histories, amaxes.split([h.shape[1] for h in histories]), strict=True):
-        history[0].copy_(amax)
+    rows = [history[0] for history in histories]
+    torch._foreach_copy_(rows, amaxes.split([row.numel() for row in rows]))
 
 
 class Delayed(Quantizer):

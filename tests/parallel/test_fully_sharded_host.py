@@ -62,6 +62,22 @@ def test_layers_are_played(ordered: bool, kept: bool) -> None:
                 assert call_groups.counts.hits == hits + 2 * layers + 2, "both directions, and their scales' updates"
 
 
+def test_weights_in_fp8_are_cast_together() -> None:
+    """After the optimizer: one launch for all of them, one exchange of their amaxes."""
+    with DryShards() as gpu:
+        gpu.tapes()
+        step = Step(gpu, 3, ordered=True, kept=True)
+        for _ in range(5):
+            step()
+        gpu.lines.clear()
+        step()
+        after = gpu.lines[next(i for i, line in enumerate(gpu.lines) if line.startswith("adam.")) :]
+    launched = [line.split("(")[0].split(" ")[0] for line in after]
+    kinds = ["adam.adam", "multi_cast_transpose.multi_cast_transpose", "cat", "c10d::allreduce_", "_foreach_copy_"]
+    assert sorted(set(launched)) == sorted(kinds)
+    assert [launched.count(kind) for kind in kinds[1:]] == [1, 1, 1, 1]
+
+
 def test_checks_of_a_step_grow_with_the_model() -> None:
     """Python calls of the written order, and of walks over modules: of twice the layers at most twice as many."""
 
