@@ -18,7 +18,7 @@ A rank has the codes of its rows, and the scales of the whole weight, which are 
 So a write is a collective: all ranks write the same weights in the same order, as optimizers do, also those without
 rows. Weights that are written together share one exchange of amaxes, 4 bytes a scale.
 
-Transposed codes are made on each rank from the gathered ones; FSDP2 frees them with these.
+Transposed codes are made on each rank from the gathered ones, in each backward; FSDP2 frees them with these.
 
 Source: FSDP2's extensions `fsdp_pre_all_gather` and `fsdp_post_all_gather`, as Transformer Engine's tensors have them.
 """
@@ -211,14 +211,9 @@ class ShardedWeight(KeptTensor):
             return wrapped(whole, param_dtype), turned
         whole = out._kept
         whole.scale_inv, whole.scales = kept.scale_inv, kept.scales
-        if whole.transposed is None:
-            turned.clear()
-        else:
-            # Backward may have saved them: they are the same codes as before, or nobody needs those.
-            tensors = tuple(x for x in (whole.transposed, whole.scale_inv_t) if x is not None)
-            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tensors):
-                whole.turn()
-            turned[:] = [whole.transposed]
+        # The forward reads no transposed codes: its backward makes them anew, once for the two gatherings of a step.
+        whole.stale = whole.transposed is not None
+        turned[:] = [whole.transposed] if whole.stale else []
         return None
 
     # --- as a tensor ---------------------------------------------------------------------------------------
