@@ -9,7 +9,7 @@ A rank has the codes of its rows, and the scales of the whole weight, which are 
 
     gathered      the codes alone, a byte a number; with the scales they are the weight of one process
     written       amaxes of all ranks' rows, their maximum, which has no order, then the cast with the whole's scales
-    delayed       the scale is known; the maximum is what the history records
+    delayed       the scale is known, so that the cast is first; the maximum is what the history records
     current       scale of the maximum
     blocks        the amax of a square of 128 × 128 that ranks share is the maximum of theirs. A rank's cast sees it as
                   one more number of the square, in a row that another rank has
@@ -18,7 +18,7 @@ A rank has the codes of its rows, and the scales of the whole weight, which are 
 So a write is a collective: all ranks write the same weights in the same order, as optimizers do, also those without
 rows. Weights that are written together share one exchange of amaxes, 4 bytes a scale.
 
-Transposed codes are made on each rank from the gathered ones; FSDP2 frees them with these.
+Transposed codes are made on each rank from the gathered ones, in each backward; FSDP2 frees them with these.
 
 Source: FSDP2's extensions `fsdp_pre_all_gather` and `fsdp_post_all_gather`, as Transformer Engine's tensors have them.
 """
@@ -37,6 +37,7 @@ from reference.float8.kept_tensor import KeptTensor, wrapped
 from reference.float8.quantized_tensor import QuantizedTensor, View
 from reference.numbers.formats import WIDE_DTYPES
 from reference.ops.casts.cast_blocks import BLOCK
+from reference.ops.casts.cast_transpose import ceil16
 from reference.ops.library import twin
 from reference.recipes.block_scaling import SQUARES, InBlocks
 from reference.recipes.current_scaling import Current
@@ -44,6 +45,8 @@ from reference.recipes.quantized import PER_TENSOR, Operand, dequantize
 from reference.state.scaling import FP8TensorMeta
 from reference.support import groups
 from reference.support.dtensor import shard
+
+TOGETHER = 1 << 26  # numbers that one launch casts, and so bytes of the transposed codes that it makes beside
 
 
 @dataclass
@@ -55,6 +58,7 @@ class Place:
         rows: of a shard; the last ranks may have fewer.
         group: the ranks' group by name; None until FSDP2, a layer or an optimizer says it.
         rank: in that group.
+        mesh: which said so.
         turned: the transposed codes of the gathered weight, whose memory FSDP2 frees; at most one.
         drawn: the whole weight's initial values, if they were preserved.
     """
@@ -63,6 +67,7 @@ class Place:
     rows: int
     group: str | None = None
     rank: int = 0
+    mesh: Any = None
     turned: list[torch.Tensor] = field(default_factory=list)
     drawn: torch.Tensor | None = None
 
@@ -88,8 +93,10 @@ class ShardedWeight(KeptTensor):
 
     def place_on(self, mesh: Any) -> None:
         """Take the ranks of a mesh's last dimension, as `fully_shard` does."""
+        if mesh is self._place.mesh:
+            return
         group = mesh.get_group(mesh.ndim - 1)
-        self._place.group, self._place.rank = groups.name_of(group), dist.get_rank(group)
+        self._place.group, self._place.rank, self._place.mesh = groups.name_of(group), dist.get_rank(group), mesh
 
     def on(self, device: torch.device) -> "ShardedWeight":
         """The same state on another device; zeros where it comes from the meta device."""
@@ -204,14 +211,9 @@ class ShardedWeight(KeptTensor):
             return wrapped(whole, param_dtype), turned
         whole = out._kept
         whole.scale_inv, whole.scales = kept.scale_inv, kept.scales
-        if whole.transposed is None:
-            turned.clear()
-        else:
-            # Backward may have saved them: they are the same codes as before, or nobody needs those.
-            tensors = tuple(x for x in (whole.transposed, whole.scale_inv_t) if x is not None)
-            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tensors):
-                whole.turn()
-            turned[:] = [whole.transposed]
+        # The forward reads no transposed codes: its backward makes them anew, once for the two gatherings of a step.
+        whole.stale = whole.transposed is not None
+        turned[:] = [whole.transposed] if whole.stale else []
         return None
 
     # --- as a tensor ---------------------------------------------------------------------------------------
@@ -292,34 +294,30 @@ def _cast(pairs: Sequence[tuple[ShardedWeight, torch.Tensor]]) -> None:
     for target, values in pairs:
         by_group.setdefault((target._group(), target.device), []).append((target, values))
     for (group, _), found in by_group.items():
-        amaxes = [_amaxes(target, values) for target, values in found]
+        delayed = [pair for pair in found if isinstance(pair[0]._kept.state(), FP8TensorMeta)]
+        others = [pair for pair in found if not isinstance(pair[0]._kept.state(), FP8TensorMeta)]
+        _cast_delayed(delayed, group)
+        _cast_current([pair for pair in others if pair[0]._kept.layout == PER_TENSOR], group)
+        squares = [pair for pair in others if pair[0]._kept.layout != PER_TENSOR]
+        amaxes = [_amaxes_of_squares(*pair) for pair in squares]
         _share(amaxes, group)
-        scales = []
-        for (target, values), amax in zip(found, amaxes, strict=True):
-            scales += _write(target, values, amax)
-        _share(scales, group)
+        _share([_write_squares(*pair, amax) for pair, amax in zip(squares, amaxes, strict=True)], group)  # type: ignore[call-arg]
 
 
 def _share(parts: list[torch.Tensor], group: str) -> None:
-    """Replace fp32 numbers from +0 on by their maximum over the ranks."""
+    """Replace contiguous fp32 numbers from +0 on by their maximum over the ranks."""
     if not parts:
         return
-    together = torch.cat([part.reshape(-1) for part in parts])
+    flat = [part.view(-1) for part in parts]
+    together = torch.cat(flat)
     groups.largest(together, groups.group_of(group))
-    for part, found in zip(parts, together.split([part.numel() for part in parts]), strict=True):
-        part.copy_(found.view(part.shape))
+    torch._foreach_copy_(flat, together.split([part.numel() for part in flat]))
 
 
-def _amaxes(target: ShardedWeight, values: torch.Tensor) -> torch.Tensor:
-    """This rank's amaxes, fp32: one `[1, 1]`, or one for each square of the whole `[rows of squares, squares]`."""
-    kept = target._kept
-    if kept.layout == PER_TENSOR:
-        amax = torch.zeros(1, 1, dtype=torch.float32, device=values.device)
-        if values.numel():
-            twin.amax(values, amax, 0)
-        return amax
+def _amaxes_of_squares(target: ShardedWeight, values: torch.Tensor) -> torch.Tensor:
+    """This rank's amaxes, fp32, one for each square of the whole: `[rows of squares, squares]`."""
     squares = -(-values.shape[1] // BLOCK)
-    amax = torch.zeros(kept.scale_inv.shape[0], squares, dtype=torch.float32, device=values.device)
+    amax = torch.zeros(target._kept.scale_inv.shape[0], squares, dtype=torch.float32, device=values.device)
     if values.numel():
         found = target._in_squares(values.float().abs().nan_to_num(nan=0.0, posinf=torch.inf))
         found = torch.nn.functional.pad(found, (0, -found.shape[1] % BLOCK, 0, -found.shape[0] % BLOCK))
@@ -327,25 +325,67 @@ def _amaxes(target: ShardedWeight, values: torch.Tensor) -> torch.Tensor:
     return amax
 
 
-def _write(target: ShardedWeight, values: torch.Tensor, amax: torch.Tensor) -> list[torch.Tensor]:
-    """Cast values with the scales of the whole; scales of which ranks have parts are returned, to be shared."""
-    kept, by = target._kept, target._kept.state()
-    if isinstance(by, FP8TensorMeta):
-        scale, entry = by.scale[kept.column : kept.column + 1], by.amax_history[0, kept.column]
-        entry.copy_(torch.maximum(entry, amax[0, 0]))
-    elif kept.layout == PER_TENSOR:
-        scale = twin.current_scale(amax, *by.how)  # type: ignore[union-attr]
-    else:
-        return _write_squares(target, values, amax)
-    # A rank without rows finds the scale, too.
-    rows = values if values.numel() else values.new_zeros(1, values.shape[1])
-    codes, scale_inv = twin.cast(rows, scale, None, 0, kept.codes.dtype)
-    kept.codes.copy_(codes[: len(values)])
-    kept.scale_inv.copy_(scale_inv)
-    return []
+def _cast_delayed(pairs: Sequence[tuple[ShardedWeight, torch.Tensor]], group: str) -> None:
+    """The scales are known; each rank's cast records its amaxes, of which all take the maximum."""
+    states: list[Any] = [target._kept.state() for target, _ in pairs]
+    columns = [target._kept.column for target, _ in pairs]
+    _write(pairs, [by.scale for by in states], [by.amax_history for by in states], columns)
+    _share([by.amax_history[0, i : i + 1] for by, i in zip(states, columns, strict=True)], group)
 
 
-def _write_squares(target: ShardedWeight, values: torch.Tensor, amax: torch.Tensor) -> list[torch.Tensor]:
+def _cast_current(pairs: Sequence[tuple[ShardedWeight, torch.Tensor]], group: str) -> None:
+    """The scale is that of the largest amax of all ranks."""
+    if not pairs:
+        return
+    amaxes = torch.zeros(len(pairs), 1, 1, dtype=torch.float32, device=pairs[0][1].device)
+    for (_, values), amax in zip(pairs, amaxes, strict=True):
+        if values.numel():
+            twin.amax(values, amax, 0)
+    groups.largest(amaxes, groups.group_of(group))
+    how: list[Any] = [target._kept.state() for target, _ in pairs]
+    _write(pairs, [twin.current_scale(a, *by.how) for a, by in zip(amaxes, how, strict=True)], [], [0] * len(pairs))
+
+
+def _write(
+    pairs: Sequence[tuple[ShardedWeight, torch.Tensor]],
+    scales: Sequence[torch.Tensor],
+    histories: Sequence[torch.Tensor],
+    columns: Sequence[int],
+) -> None:
+    """Cast values by entry `columns[i]` of `scales[i]`, and record amaxes there in the histories, if there are any."""
+    for batch in _batches(pairs):
+        xs, codes, turned = [], [], []
+        for target, values in (pairs[i] for i in batch):
+            own = target._kept.codes
+            # A rank without rows finds the scale, too.
+            xs.append(values if values.numel() else values.new_zeros(1, values.shape[1]))
+            codes.append(own if values.numel() else own.new_empty(1, own.shape[1]))
+        sizes = [x.shape[1] * ceil16(x.shape[0]) for x in xs]
+        room = codes[0].new_empty(sum(sizes))  # of transposed codes, which nobody reads
+        turned = [part.view(x.shape[1], -1) for part, x in zip(room.split(sizes), xs, strict=True)]
+        noted = [histories[i] for i in batch] if histories else []
+        scale_invs = [pairs[i][0]._kept.scale_inv for i in batch]
+        twin.multi_cast_transpose(
+            xs, [scales[i] for i in batch], noted, [columns[i] for i in batch], codes, turned, scale_invs
+        )
+
+
+def _batches(pairs: Sequence[tuple[ShardedWeight, torch.Tensor]]) -> list[list[int]]:
+    """The numbers of those that one launch casts: of the same dtypes, about `TOGETHER` numbers."""
+    found: dict[tuple[torch.dtype, torch.dtype], list[list[int]]] = {}
+    sizes: dict[tuple[torch.dtype, torch.dtype], int] = {}
+    for i, (target, values) in enumerate(pairs):
+        form = values.dtype, target._kept.codes.dtype
+        if form not in found or sizes[form] >= TOGETHER:
+            found.setdefault(form, []).append([])
+            sizes[form] = 0
+        found[form][-1].append(i)
+        sizes[form] += values.numel()
+    return [batch for batches in found.values() for batch in batches]
+
+
+def _write_squares(target: ShardedWeight, values: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
+    """Cast values with the scales of the whole; these, of which ranks have parts, are returned, to be shared."""
     kept, by = target._kept, target._kept.state()
     kept.scale_inv.zero_()
     if values.numel():
@@ -360,7 +400,7 @@ def _write_squares(target: ShardedWeight, values: torch.Tensor, amax: torch.Tens
         (codes, scale_inv, *_), _ = by.quantize(whole, False)
         kept.codes.copy_(codes[top : top + len(values)])
         kept.scale_inv[blocks].copy_(scale_inv)  # type: ignore[arg-type]
-    return [kept.scale_inv]
+    return kept.scale_inv
 
 
 def room_of(weight: KeptTensor, size: Any) -> ShardedWeight | None:

@@ -1,5 +1,6 @@
 """What a tensor that is kept in codes, and its aliases, have in common, and how it is written."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -33,6 +34,7 @@ class Kept:
         column: of a module's state.
         layout: of codes and scales.
         scale_inv_t: of the transposed codes, where it is not `scale_inv`.
+        stale: whether the transposed codes are those of earlier codes; who reads them calls `fresh`.
     """
 
     codes: torch.Tensor
@@ -42,6 +44,7 @@ class Kept:
     column: int = 0
     layout: str = PER_TENSOR
     scale_inv_t: torch.Tensor | None = None
+    stale: bool = False
 
     @staticmethod
     def empty(shape: torch.Size, dtype: torch.dtype, device: torch.device, scales: Scales, column: int) -> "Kept":
@@ -82,11 +85,13 @@ class Kept:
         if not on:
             self.transposed = self.scale_inv_t = None
         elif self.transposed is None:
+            self.stale = False
             self.transposed, turned = self.transpose(), KEEPING[self.layout].turned
             self.scale_inv_t = None if turned is None else turned(self.scale_inv, self.codes.shape)
 
     def turn(self) -> None:
         """Write the transposed codes anew, where they are kept, from the codes."""
+        self.stale = False
         if self.transposed is None:
             return
         self.transposed.copy_(self.transpose())
@@ -95,7 +100,7 @@ class Kept:
             self.scale_inv_t.copy_(turned(self.scale_inv, self.codes.shape))
 
     def quantized(self) -> Quantized:
-        """What a GEMM reads: the codes, and the transposed ones if they are kept."""
+        """What a GEMM reads: the codes, and the transposed ones if they are kept, stale or not."""
         column = None
         if self.transposed is not None:
             scale_inv = self.scale_inv if self.scale_inv_t is None else self.scale_inv_t
@@ -119,6 +124,7 @@ class Kept:
         if column is None or not whole:
             self.turn()
             return
+        self.stale = False
         self.transposed.copy_(column.codes[:, : len(codes)])  # without the zeros that fill it up
         if self.scale_inv_t is not None:
             self.scale_inv_t.copy_(column.scales)  # type: ignore[arg-type]
@@ -127,3 +133,17 @@ class Kept:
         """Let a backward that saved these tensors notice: ops on subclasses run below autograd, which would."""
         tensors = (self.codes, self.scale_inv, self.transposed, self.scale_inv_t)
         torch.autograd.graph.increment_version([x for x in tensors if x is not None])
+
+
+def freshen(kept: Sequence[Kept]) -> None:
+    """Write stale transposed codes anew.
+
+    A backward may have saved them: they become the codes that it expects, so it is not told of the write.
+    """
+    stale = [one for one in kept if one.stale]
+    if not stale:
+        return
+    written = tuple([x for one in stale for x in (one.transposed, one.scale_inv_t) if x is not None])
+    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(written):
+        for one in stale:
+            one.turn()

@@ -37,7 +37,7 @@ from typing import Any, ClassVar
 import torch
 
 from reference.float8.float8_quantizer import FORMATS, TE_DTYPES, DType, Quantizer
-from reference.float8.float8_storage import Kept, Scales, layout_of
+from reference.float8.float8_storage import Kept, Scales, freshen, layout_of
 from reference.float8.quantized_tensor import QuantizedTensor, wrapper
 from reference.numbers.formats import WIDE_DTYPES
 from reference.ops.library import LIBRARY, twin
@@ -96,6 +96,7 @@ class KeptTensor(QuantizedTensor):
     @property
     def codes_t(self) -> torch.Tensor | None:
         """The transposed codes, with an FP8 dtype, if they are kept and the tensor has the shape of its memory."""
+        freshen((self._kept,))
         return self._kept.transposed if self.shape == self._kept.codes.shape else None
 
     def numbers(self, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -127,7 +128,8 @@ class KeptTensor(QuantizedTensor):
         self._kept.scales = quantizer
 
     def operand(self, transpose: bool) -> Quantized:
-        """For GEMMs; with `transpose` the transposed codes are kept from then on."""
+        """For GEMMs; with `transpose` the transposed codes are kept from then on. They may be stale: a forward hands
+        them to its backward, which calls `freshen`."""
         if transpose:
             self._kept.keep_transposed(True)
         found = self._kept.quantized()
@@ -136,6 +138,8 @@ class KeptTensor(QuantizedTensor):
     def _operand(self, transpose: bool) -> list[torch.Tensor]:
         """The tensors of `operand`, for the op; it keeps nothing."""
         kept = replace(self._kept)
+        if kept.stale:
+            kept.keep_transposed(False)
         if transpose:
             kept.keep_transposed(True)
         found = [kept.codes, kept.scale_inv, *([kept.transposed, kept.scale_inv_t] if transpose else [])]
@@ -324,6 +328,8 @@ def _write_together(weights: list[Any], values: list[torch.Tensor]) -> None:
                 kept.write(one, kept.state())
             return
         scales, histories, columns = [found] * len(weights), [], list(range(len(weights)))
+    for kept in weights:
+        kept.stale = False
     codes, turned, scale_invs = zip(*[(kept.codes, kept.transposed, kept.scale_inv) for kept in weights], strict=True)
     twin.multi_cast_transpose(values, scales, histories, columns, list(codes), list(turned), list(scale_invs))
 

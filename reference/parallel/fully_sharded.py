@@ -50,8 +50,8 @@ _left: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # modules with grad
 
 def sharded_modules(model: torch.nn.Module) -> list[Any]:
     """The modules to which `fully_shard` was applied, from the outside in."""
-    cls = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
-    return [module for module in model.modules() if isinstance(module, cls)]
+    cls = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    return [] if cls is None else [module for module in model.modules() if isinstance(module, cls)]
 
 
 def tree_reduce_scatter(model: torch.nn.Module, order: Order) -> None:
@@ -68,16 +68,21 @@ def tree_reduce_scatter(model: torch.nn.Module, order: Order) -> None:
     modules = sharded_modules(model)
     if not modules:
         raise ValueError(f"{WHO}: no module of the model was given to fully_shard; one or more is accepted.")
-    for name, p in model.named_parameters():
-        if p.requires_grad:
-            check_parameter(WHO, name, p, order)
+    check_parameters(WHO, model, order)
     found: dict[int, TreeReduceScatter] = {}
     for module in modules:
         # `fully_shard` of a list of modules has one state, and one reduce-scatter, for all of them.
         key = id(module._get_fsdp_state())
         found.setdefault(key, TreeReduceScatter(order)).add(module)
         module.set_custom_reduce_scatter(found[key])
-    order.reduce_scatters = list(found.values())
+    order.reduce_scatters, order.trained = list(found.values()), []
+
+
+def check_parameters(who: str, model: torch.nn.Module, order: Order) -> None:
+    """`check_parameter` of those that train."""
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            check_parameter(who, name, p, order)
 
 
 def check_parameter(who: str, name: str, p: torch.Tensor, order: Order) -> None:
@@ -119,6 +124,7 @@ class TreeReduceScatter:
         self.done: Nodes[torch.Tensor] = []
         self.called = 0  # groups of the step that have ended
         self.trained: list[torch.Tensor] = []
+        self.numbers = 0  # of their gradients, with shards of one size
 
     def add(self, module: Any) -> None:
         self.modules.append(module)
@@ -135,10 +141,14 @@ class TreeReduceScatter:
         own = {p: None for m in self.modules for p in m.parameters() if id(p) not in nested and p.requires_grad}
         return list(own)
 
+    def look(self) -> None:
+        """Note which parameters train."""
+        self.trained = self.parameters()
+        self.numbers = sum(_padded(p) for p in self.trained)
+
     def begin(self) -> None:
         """A step begins: sums without division."""
         self.done, self.called = [], 0
-        self.trained = self.parameters()
         for module in self.modules:
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
@@ -165,9 +175,10 @@ class TreeReduceScatter:
         if number < order.mine.stop:
             leaf = input_tensor if last else input_tensor.to(torch.float32, copy=True)
             push(self.done, range(number, number + 1), leaf, order.groups, torch.Tensor.add_)
-        output_tensor.fill_(-0.0)
+        replicas, size = order.ranks // group.size(), output_tensor.numel()
+        if not last or replicas > 1:  # else all of it is written below
+            output_tensor.fill_(-0.0)
         if last:
-            replicas, size = order.ranks // group.size(), output_tensor.numel()
             each = -(-size // replicas)
             nodes = [_turned(node, group.size(), replicas, each) for _, node in self.done]
             place = slice(order.rank // group.size() * each, (order.rank // group.size() + 1) * each)
@@ -194,11 +205,10 @@ class TreeReduceScatter:
                 f"{what} are reduced in {given.dtype}, and .grad is {dtype}, in which groups are added; "
                 f"MixedPrecisionPolicy(reduce_dtype={dtype}) is accepted."
             )
-        numbers = sum(_padded(p) for p in self.trained)
-        if given.numel() != numbers:
+        if given.numel() != self.numbers:
             raise RuntimeError(
-                f"{what} have {given.numel()} numbers, and its parameters {numbers}: one has no gradient in a group. "
-                f"Under fully_shard each parameter that trains must have one."
+                f"{what} have {given.numel()} numbers, and its parameters {self.numbers}: one has no gradient in a "
+                f"group. Under fully_shard each parameter that trains must have one."
             )
 
 
@@ -218,17 +228,24 @@ def _turned(node: torch.Tensor, count: int, replicas: int, each: int) -> torch.T
     return found.view(count, replicas, each).transpose(0, 1).reshape(-1)
 
 
-def microbatches(order: Order, model: torch.nn.Module, count: int) -> Iterator[int]:
-    """`GradientOrder.microbatches` of a model that `fully_shard` has sharded over several ranks."""
+def microbatches(
+    order: Order, model: torch.nn.Module, modules: Sequence[Any], trained: list[torch.Tensor], count: int
+) -> Iterator[int]:
+    """`GradientOrder.microbatches` of a model that `fully_shard` has sharded over several ranks.
+
+    `modules` are the model's `sharded_modules`, `trained` its parameters that train.
+    """
     found = order.reduce_scatters
-    if {id(m) for one in found for m in one.modules} != {id(m) for m in sharded_modules(model)}:
+    if {id(m) for one in found for m in one.modules} != set(map(id, modules)):
         raise RuntimeError(
             "GradientOrder: modules of fully_shard reduce gradients in an order of their own; "
             "te.parallel.tree_reduce_scatter(model, order) before the loop is accepted."
         )
-    for name, p in model.named_parameters():
-        if p.requires_grad:
-            check_parameter("GradientOrder", name, p, order)
+    if list(map(id, trained)) != list(map(id, order.trained)):  # seldom: looking at all of them takes long
+        check_parameters("GradientOrder", model, order)
+        for one in found:
+            one.look()
+        order.trained = trained
     if any(module in _left for one in found for module in one.modules):
         raise RuntimeError(
             "GradientOrder: the loop of an earlier step was left inside a group of microbatches, and fully_shard keeps "

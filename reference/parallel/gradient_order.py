@@ -78,6 +78,7 @@ class GradientOrder:
         self.left = 0  # of this rank's microbatches of the step, the one under way among them
         self.ended = 0  # groups of the step that this rank has done, under fully_shard
         self.reduce_scatters: list[fully_sharded.TreeReduceScatter] = []
+        self.trained: list[torch.Tensor] = []  # parameters that those have looked at
         self._hooked = False  # whether a hook has communicated in this step
         self._stream: Any = None
 
@@ -118,9 +119,10 @@ class GradientOrder:
         """
         share = self.share(count)
         parameters: list[torch.Tensor] = [p for p in model.parameters() if p.requires_grad]
-        self._check(model, parameters)
-        if self.ranks > 1 and fully_sharded.sharded_modules(model):
-            yield from fully_sharded.microbatches(self, model, count)
+        modules = fully_sharded.sharded_modules(model)
+        self._check(model, parameters, bool(modules))
+        if self.ranks > 1 and modules:
+            yield from fully_sharded.microbatches(self, model, modules, parameters, count)
             return
         parallel = model if isinstance(model, DistributedDataParallel) else None
         alone = len(share) == count == 1  # its scales are updated where they always are, to the same words
@@ -178,7 +180,7 @@ class GradientOrder:
                 "GradientOrder.pipelined: a stage in DistributedDataParallel or fully_shard is not offered; the module "
                 "itself is accepted."
             )
-        self._check(stage, parameters)
+        self._check(stage, parameters, sharded=False)
         each = count // self.groups
         with scaling.once_a_step(), self._step():
             for group in self.mine:
@@ -187,23 +189,24 @@ class GradientOrder:
                     self._end_group(parameters, keep=False)
             self._finish(parameters, find_unused_parameters)
 
-    def _check(self, model: torch.nn.Module, parameters: Sequence[torch.Tensor]) -> None:
-        named: dict[torch.Tensor, str] = {p: name for name, p in model.named_parameters()}
+    def _check(self, model: torch.nn.Module, parameters: Sequence[torch.Tensor], sharded: bool) -> None:
+        """Refuse parameters of the model with a gradient, or of a kind that is not offered; `sharded`: some modules
+        were given to `fully_shard`."""
         for p in parameters:
             if p.grad is not None:
                 raise ValueError(
-                    f"GradientOrder: {named[p]} has a gradient before the step's first microbatch, to which others "
-                    f"would be added; None is accepted (optimizer.zero_grad())."
+                    f"GradientOrder: {_name(model, p)} has a gradient before the step's first microbatch, to which "
+                    f"others would be added; None is accepted (optimizer.zero_grad())."
                 )
             if p.dtype not in DTYPES:
                 raise TypeError(
-                    f"GradientOrder: {named[p]} is {p.dtype}; torch.float32, torch.bfloat16 and torch.float16 are "
-                    f"accepted."
+                    f"GradientOrder: {_name(model, p)} is {p.dtype}; torch.float32, torch.bfloat16 and torch.float16 "
+                    f"are accepted."
                 )
-            if is_dtensor(p) and not fully_sharded.sharded_modules(model):
+            if not sharded and is_dtensor(p):
                 raise NotImplementedError(
-                    f"GradientOrder: {named[p]} is a DTensor {list(placed(p)[1])} of no module that fully_shard "  # type: ignore[index]
-                    f"sharded; plain parameters and those of fully_shard are accepted."
+                    f"GradientOrder: {_name(model, p)} is a DTensor {list(placed(p)[1])} of no module that "  # type: ignore[index]
+                    f"fully_shard sharded; plain parameters and those of fully_shard are accepted."
                 )
 
     # --- sums of this rank ---------------------------------------------------------------------------------
@@ -395,6 +398,10 @@ class GradientOrder:
                 dist.all_reduce(self._beat, group=self.process_group, async_op=True)
             done.set_result(flat)
         return done
+
+
+def _name(model: torch.nn.Module, parameter: torch.Tensor) -> str:
+    return next(name for name, p in model.named_parameters() if p is parameter)
 
 
 def tree_hook(order: GradientOrder, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -1,5 +1,6 @@
 """FSDP2 of weights kept in FP8, over gloo ranks: codes, scales, masters and FP8 state are those of one process."""
 
+import contextlib
 import datetime
 import functools
 import traceback
@@ -89,8 +90,14 @@ def words(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
     return found
 
 
-def steps(model: Any, recipe: str, numbers: range, start: Any = None, end: Any = None) -> list[dict[str, torch.Tensor]]:
-    """The words after each step; from the distributed checkpoint `start` on, to one at `end`."""
+def steps(
+    model: Any, recipe: str, numbers: range, start: Any = None, end: Any = None, copied: bool = False
+) -> list[dict[str, torch.Tensor]]:
+    """The words after each step; from the distributed checkpoint `start` on, to one at `end`.
+
+    `copied`: backward reads copies of what forward has saved, made by a hook when it was.
+    """
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x.detach().clone(), lambda x: x)
     order = GradientOrder(GROUPS)
     alone, device = order.ranks == 1, model.small.bias.device
     if not alone:
@@ -106,7 +113,7 @@ def steps(model: Any, recipe: str, numbers: range, start: Any = None, end: Any =
         for number in order.microbatches(model, EACH * GROUPS):
             seeds = torch.Generator().manual_seed(100 * step + number)
             x = torch.randn(16, 160, generator=seeds).to(device, BF16) * (1 + number)
-            with te.autocast(recipe=RECIPES[recipe]()):
+            with te.autocast(recipe=RECIPES[recipe]()), hooks if copied else contextlib.nullcontext():
                 total = model(x)
             (total / EACH).backward()
         optimizer.step()
@@ -154,6 +161,8 @@ def worker(
                 failed.append(f"{recipe} from {first}: {traceback.format_exc()}")
     if not shape and device == "cpu":
         try:
+            for recipe in RECIPES if world == 2 else ():
+                found[recipe, "copied"] = steps(sharded(recipe, "cpu"), recipe, range(2), copied=True)
             looked_at()
         except Exception:
             failed.append(traceback.format_exc())
@@ -184,7 +193,7 @@ def check(world: int, folder: Path, resumed: bool, shape: tuple[int, ...] = (), 
         failed, found = torch.load(folder / f"{rank}.pt", map_location="cpu")
         assert not failed, "\n".join(failed)
         for recipe, start_at in found:
-            for step, one in enumerate(found[recipe, start_at], first):
+            for step, one in enumerate(found[recipe, start_at], 0 if start_at == "copied" else first):
                 same(
                     one, of_one(recipe, device)[step], f"rank {rank} of {world}, {recipe} from {start_at}, step {step}"
                 )

@@ -215,6 +215,15 @@ class DryGpu(contextlib.ExitStack):
             self._storages[number : number + 1] = [(StorageWeakRef(storage), storage._cdata, storage.nbytes())]
         return (number + 1) * _STEP + int(x.storage_offset()) * x.element_size()
 
+    def forget(self, storage: torch.UntypedStorage) -> None:
+        """Its memory is freed, and others may get the address; the next one that it is asked for may be another."""
+        number = self._numbers.pop(storage._cdata, None)
+        if number is not None:
+            _, _, size = self._storages[number]
+            gone = torch.empty(0, device="cpu").untyped_storage()
+            self._storages[number] = (StorageWeakRef(gone), gone._cdata, size)
+            self._numbers[gone._cdata] = number
+
     def size(self, number: int) -> int:
         """Bytes of a storage."""
         return self._storages[number][2]

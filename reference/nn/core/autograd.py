@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from reference.float8.float8_storage import Kept, freshen
+from reference.float8.kept_tensor import KeptTensor
 from reference.float8.quantized_tensor import QuantizedTensor
 from reference.memory import recompute
 from reference.nn.core import compiled
@@ -84,6 +86,11 @@ class _Pair(torch.autograd.Function):
         if rows is not None:
             tensors = _grouped(tensors, rows)
         unwrapped = tuple([x if type(x) in _PLAIN else context.unwrap_weight(x, trains) for x in tensors])
+        ctx.kept = ()
+        if trains and not _PLAIN_SET.issuperset(map(type, tensors)) and not torch.compiler.is_compiling():
+            ctx.kept = _kept_in(tensors)
+            if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:  # which may copy what is saved
+                freshen(ctx.kept)
         out, saved, ctx.note = _runner().forward(forward, plan, context, unwrapped, backward)
         ctx.save_for_backward(*saved)
         ctx.backward_function, ctx.plan, ctx.context, ctx.updates, ctx.rows = backward, plan, context, updates, rows
@@ -103,6 +110,8 @@ class _Pair(torch.autograd.Function):
         if torch.is_grad_enabled() and not compiling:
             raise RuntimeError("create_graph=True: layers have no second derivative; create_graph=False is accepted.")
         saved = ctx.saved_tensors if compiling else _saved_tensors(ctx)
+        if ctx.kept:
+            freshen(ctx.kept)
         if not _PLAIN_SET.issuperset(map(type, grads)):  # a quantized gradient: it is read
             grads = tuple([g.numbers() if isinstance(g, QuantizedTensor) else g for g in grads])
         results = _runner().backward(ctx.backward_function, ctx.plan, ctx.context, saved, grads, ctx.note)
@@ -111,6 +120,12 @@ class _Pair(torch.autograd.Function):
         if ctx.rows is not None:
             results = _split(results, ctx.rows)
         return None, None, None, None, None, None, *results
+
+
+def _kept_in(tensors: tuple[Any, ...]) -> tuple[Kept, ...]:
+    """What weights in FP8 keep, of whose transposed codes a backward may read."""
+    every = [one for x in tensors for one in (x if type(x) is tuple else (x,))]
+    return tuple([x._kept for x in every if isinstance(x, KeptTensor) and x.is_weight])
 
 
 def _versions(reads: tuple[torch.Tensor | None, ...]) -> list[int]:
