@@ -32,7 +32,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from reference.parallel.peer_memory import messages
+from reference.parallel.peer_memory import Messages, of_group
 from reference.support import groups
 from reference.support.groups import bytes_of
 
@@ -89,14 +89,14 @@ def schedule(rank: int, count: int, rounds: int, number: int) -> Iterator[tuple[
 
 def _receive(x: torch.Tensor, group: str, source: int) -> None:
     found = groups.group_of(group)
-    peers = messages(found, x)
+    peers = of_group(found, x, Messages)
     work = dist.irecv(bytes_of(x), group=found, group_src=source) if peers is None else peers.receive(bytes_of(x))
     groups.under_way.works[x.data_ptr()] = work
 
 
 def _send(x: torch.Tensor, group: str, to: int) -> None:
     found = groups.group_of(group)
-    peers = messages(found, x)
+    peers = of_group(found, x, Messages)
     work = dist.isend(bytes_of(x), group=found, group_dst=to) if peers is None else peers.send(bytes_of(x))
     groups.under_way.works[x.data_ptr()] = work
 

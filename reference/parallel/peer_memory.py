@@ -30,7 +30,7 @@ import functools
 import socket
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -236,16 +236,18 @@ class Messages:
         write(self._theirs[self._before].data_ptr() + TAKEN, number)
 
 
-_MESSAGES: "weakref.WeakKeyDictionary[Any, Messages | None]" = weakref.WeakKeyDictionary()
+T = TypeVar("T")
+_OF_GROUPS: "weakref.WeakKeyDictionary[Any, dict[Any, Any]]" = weakref.WeakKeyDictionary()
 
 
-def messages(group: Any, x: torch.Tensor) -> Messages | None:
-    """The messages of a group whose ranks can write to each other's memory, for a tensor like x; else None.
+def of_group(group: Any, x: torch.Tensor, kind: Callable[[Any, torch.device], T]) -> T | None:
+    """The one `PeerMemory` or `Messages` of a group, if its ranks can write to each other's memory, for tensors like x.
 
     Not in a CUDA graph's capture: a graph would wait for the same numbers at each replay.
     """
     if not x.is_cuda or torch.cuda.is_current_stream_capturing():
         return None
-    if group not in _MESSAGES:
-        _MESSAGES[group] = None if obstacle(group, x.device) else Messages(group, x.device)
-    return _MESSAGES[group]
+    found = _OF_GROUPS.setdefault(group, {})
+    if kind not in found:
+        found[kind] = None if obstacle(group, x.device) else kind(group, x.device)
+    return found[kind]  # type: ignore[no-any-return]
