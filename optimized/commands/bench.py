@@ -23,6 +23,8 @@ SUMMARY = "speed against NVIDIA's libraries and PyTorch; without a Hopper GPU, t
 BENCHMARKS = {module.NAME: module for module in tables.BENCHMARKS}
 # These are measured by programs of their own; here their results are only shown.
 APART = {
+    "data_parallel": "python -m optimized.bench.models.data_parallel",
+    "tensor_parallel": "python -m optimized.bench.models.tensor_parallel",
     "parity": "twin parity --replay --write",
     "gpu_suite": "PYTHONPATH=. python tests/tools/gpu_suite.py",
     "mutation": "PYTHONPATH=. python tests/tools/mutation.py --count 300 --seed 1",
@@ -32,6 +34,8 @@ APART = {
 }
 WHAT = {
     **{name: module.WHAT for name, module in BENCHMARKS.items()},
+    "data_parallel": "steps of data parallel training on two GPUs",
+    "tensor_parallel": "a layer that two GPUs share",
     "parity": "words of an H200 that a CPU computes again",
     "gpu_suite": "tests on a GPU, most against the CPU's bits",
     "mutation": "changes of the source that the tests notice",

@@ -17,7 +17,7 @@ from optimized import bench, measure
 from optimized.bench import Payload
 from optimized.bench.kernels import gemm
 from optimized.bench.layers import layer_tables, rowwise_torchao, small_layers
-from optimized.bench.models import generator, seeds, train, trainer
+from optimized.bench.models import data_parallel, generator, seeds, tensor_parallel, train, trainer
 from optimized.bench.table import Table, about
 from optimized.commands import tested
 from reference.support import files
@@ -57,6 +57,8 @@ BENCHMARKS: tuple[Any, ...] = tuple(importlib.import_module(_PLACES[name]) for n
 
 BUILDERS: dict[str, Callable[[Payload], list[Table]]] = {
     **{module.NAME: module.tables for module in BENCHMARKS},
+    "data_parallel": data_parallel.tables,
+    "tensor_parallel": tensor_parallel.tables,
     "parity": tested.parity,
     "gpu_suite": tested.gpu_suite,
     "mutation": tested.mutation,
@@ -173,6 +175,13 @@ GROUPS = (
             ("seeds", "Losses by recipe; beside bf16's, a band over seeds; the last tenth"),
             ("single_gpu", "Bars show samples a second and GiB of a BERT's training; each row adds one technique"),
         ),
+    ),
+    Group(
+        "Several GPUs",
+        "several_gpus",
+        "several_gpus",
+        "Bars show a training step on two GPUs in each way of sharing it, here and in PyTorch",
+        ("data_parallel", "tensor_parallel"),
     ),
     Group(
         "How it was tested",

@@ -20,3 +20,7 @@ def test_each_way_of_ours_makes_steps(tmp_path: Path, monkeypatch: pytest.Monkey
     rows = json.loads((tmp_path / "found.json").read_text())["rows"]
     assert [row["way"] for row in rows] == 2 * [way.name for way in ways]
     assert all(row["ms"]["median"] > 0 for row in rows), rows
+    for of_model in data_parallel.by_model({"rows": rows}).values():
+        shares = {row["way"]: share for row, share, _ in data_parallel.speedups(of_model)}
+        assert [*shares] == [way.name for way in ways]
+        assert shares[ways[0].name] == 1

@@ -15,7 +15,7 @@ from optimized import measure
 from optimized.bench import bandwidth_plot, drill_plot
 from optimized.bench.kernels import attention_plot, gemm_shapes
 from optimized.bench.layers import ladder, layer_plot, layer_sweep, speed_plot
-from optimized.bench.models import seeds, single_gpu_plot, train, training_plot
+from optimized.bench.models import seeds, several_gpus_plot, single_gpu_plot, train, training_plot
 
 
 def of(module: Any, result: str) -> Callable[[], None]:
@@ -33,6 +33,7 @@ PICTURES: dict[str, Callable[[], None]] = {
     "loss": lambda: bandwidth_plot.shares("loss", bandwidth_plot.LOSS),
     "optimizer": bandwidth_plot.optimizers,
     "seeds": of(seeds, "seeds"),
+    "several_gpus": of(several_gpus_plot, "data_parallel"),
     "single_gpu": of(single_gpu_plot, "single_gpu"),
     "speed": of(speed_plot, "layer"),
     "train": of(train, "train"),

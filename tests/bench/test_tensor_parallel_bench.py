@@ -18,7 +18,7 @@ def test_a_layer_that_ranks_share_is_timed_with_and_without_communication(
     monkeypatch.setattr(torch.multiprocessing, "spawn", lambda work, args, nprocs: ranks(work, args, nprocs))
     case = replace(tensor_parallel.CASE, hidden=256, ffn=256, heads=4, kv_heads=2, sequence=256)
     ways = (Way(True, False), Way(True, True, 8), Way(True, True, 1))
-    tensor_parallel.run(str(tmp_path / "found.json"), 2, "cpu", case, {4: ways})
+    tensor_parallel.run(str(tmp_path / "found.json"), 2, "cpu", case, ways)
     rows = json.loads((tmp_path / "found.json").read_text())["rows"]
     assert [row["way"] for row in rows] == [way.name for way in ways]
     assert all(row["ms"]["median"] > 0 for row in rows), rows

@@ -12,7 +12,7 @@ masters.
 import argparse
 import itertools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,10 +21,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import optimized as te
 from optimized import measure
+from optimized.bench import Payload
 from optimized.bench.layers.layer_models import Case, Plain
 from optimized.bench.models import on_ranks
 from optimized.bench.models.on_ranks import Benchmark, Row, Turn, timed
 from optimized.bench.models.tensor_parallel import Layer
+from optimized.bench.table import Table, table
 from reference.parallel import GradientOrder, copy_engine_all_gather, tree_hook, tree_reduce_scatter
 
 WHAT = "ms of a training step of some layers on several GPUs"
@@ -149,6 +151,49 @@ def stepper(way: Way, case: Case, count: int, device: torch.device) -> Callable[
 def measured(contestant: tuple[Way, Case, int], device: torch.device) -> Row:
     """Of a way with a stack of layers: ms of its steps."""
     return {"ms": measure.spread(timed(stepper(*contestant, device), device))}
+
+
+def speedups(rows: Sequence[Row]) -> Iterator[tuple[Row, float, float | None]]:
+    """Each row of one model, its share of one GPU's speed, and its speed over PyTorch's shared alike, if that ran."""
+    found = {row["way"]: row["ms"]["median"] for row in rows if "ms" in row}
+    for way in WAYS:
+        if way.name in found:
+            alone, theirs = (found.get(Way(ours, how).name) for ours, how in ((way.ours, ALONE), (False, way.sharing)))
+            ms = found[way.name]
+            row = next(row for row in rows if row["way"] == way.name)
+            yield row, alone / ms if alone else float("nan"), theirs / ms if theirs and way.ours else None
+
+
+def by_model(payload: Payload) -> dict[str, list[Row]]:
+    """The rows of each model."""
+    found: dict[str, list[Row]] = {}
+    for row in payload["rows"]:
+        found.setdefault(row["model"], []).append(row)
+    return found
+
+
+def tables(payload: Payload) -> list[Table]:
+    """A table for each model."""
+    found = []
+    for model, rows in by_model(payload).items():
+        first = rows[0]
+        how = (
+            f"Training steps of {first['layers']} layers of {model}'s shape, {first['tokens']:,} tokens on each of "
+            f"{payload['ranks']} GPUs of one host, the optimizer included; of the slowest GPU."
+        )
+        cells = [
+            (
+                row["way"],
+                f"{row['ms']['median']:.1f}",
+                f"{of_one:.2f}",
+                f"{over:.2f}×" if over else "",
+                f"{row['GiB']:.1f}",
+            )
+            for row, of_one, over in speedups(rows)
+        ]
+        columns = ("", "ms a step", "share of one GPU's speed", "speed over PyTorch, shared alike", "GiB")
+        found.append(table(payload, f"Data parallel: {model}", columns, cells, how))
+    return found
 
 
 def run(

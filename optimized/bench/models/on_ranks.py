@@ -4,13 +4,11 @@ import datetime
 import gc
 import itertools
 import json
-import os
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -140,15 +138,13 @@ def run(
     world: int,
     kind: str,
     end: float,
-    environment: Mapping[str, str] | None = None,
 ) -> None:
     """Take turns on `world` ranks, none that begins after `end` (of `time.time`), and add their rows to the result.
 
-    What was measured stays if the rest does not end. `environment`: what the ranks read besides.
+    What was measured stays if the rest does not end.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    with mock.patch.dict(os.environ, environment or {}):
-        arguments = (world, port, kind, benchmark, turns, end, Path(output))
-        torch.multiprocessing.spawn(_work, arguments, nprocs=world)  # type: ignore[no-untyped-call]
+    arguments = (world, port, kind, benchmark, turns, end, Path(output))
+    torch.multiprocessing.spawn(_work, arguments, nprocs=world)  # type: ignore[no-untyped-call]

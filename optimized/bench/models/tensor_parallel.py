@@ -5,15 +5,14 @@
 Forward and backward of one layer, 4096 tokens, without an optimizer. "Alone": each GPU has the whole layer. Of ours
 that ranks share, two more times: "without communication" is the step in which nothing is sent, with whatever is in the
 memory where something would have been received; "communication alone" is all that a step sends, in its order, and
-nothing between. NCCL's channels of a send or a receive are chosen when ranks start, so each choice is a start of its
-own. PyTorch's layer has bf16 weights and torch.compile, and is shared by `parallelize_module`.
+nothing between. PyTorch's layer has bf16 weights and torch.compile, and is shared by `parallelize_module`.
 
 Ours runs without tapes: at this size the GPU is the slower one.
 """
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -22,9 +21,11 @@ import torch.distributed as dist
 
 import optimized as te
 from optimized import measure
+from optimized.bench import Payload
 from optimized.bench.layers.layer_models import Case
 from optimized.bench.models import on_ranks
 from optimized.bench.models.on_ranks import Benchmark, Row, Step, Turn, timed
+from optimized.bench.table import Table, table
 from optimized.tapes import call_groups
 from reference.parallel import ordered_reduce
 from reference.support import groups
@@ -58,11 +59,7 @@ class Way(NamedTuple):
         return ", ".join([who, how] + [f"{self.bands} bands"] * (self.bands > 0))
 
 
-WAYS: dict[int | None, tuple[Way, ...]] = {  # by NCCL's channels; None: its own choice
-    None: (Way(True, False), Way(True, True, 8), Way(False, False), Way(False, True), Way(True, True, 4)),
-    8: (Way(True, True, 8), Way(True, True, 4)),
-    4: (Way(True, True, 8),),
-}
+WAYS = (Way(True, False), Way(True, True, 8), Way(True, True, 4), Way(False, False), Way(False, True))
 
 
 class Attention(torch.nn.Module):
@@ -217,22 +214,50 @@ def measured(contestant: tuple[Way, Case], device: torch.device) -> Row:
         return row | (_communication(step, device) if way.ours and way.shared else {})
 
 
+def tables(payload: Payload) -> list[Table]:
+    """Each way, beside the same library's on one GPU, and what of ours is communication."""
+    alone = {ours: ms for way in (Way(True, False), Way(False, False)) for ours, ms in _alone(payload, way)}
+    cells = []
+    for row in payload["rows"]:
+        parts = [row.get(name) for name in ("communication alone", "without communication")]
+        one = alone.get(row["way"].startswith("Twin Engine"))
+        ms = row["ms"]["median"]
+        cells.append(
+            (
+                row["way"],
+                f"{ms:.2f}",
+                f"{one / ms:.2f}×" if one else "",
+                *("" if part is None else f"{part['median']:.2f}" for part in parts),
+            )
+        )
+    how = (
+        f"Forward and backward of one layer of Llama 3 70B's shape, {payload['tokens']:,} tokens, on "
+        f"{payload['ranks']} GPUs of one host with sequence parallelism; ms of the slowest GPU."
+    )
+    columns = ("", "ms", "speed over one GPU", "communication alone", "without communication")
+    return [table(payload, "Tensor parallel", columns, cells, how)]
+
+
+def _alone(payload: Payload, way: Way) -> Iterator[tuple[bool, float]]:
+    for row in payload["rows"]:
+        if row["way"] == way.name:
+            yield way.ours, row["ms"]["median"]
+
+
 def run(
     output: str,
     world: int = 2,
     kind: str = "cuda",
     case: Case = CASE,
-    ways: dict[int | None, tuple[Way, ...]] = WAYS,
+    ways: tuple[Way, ...] = WAYS,
     seconds: float = 120,
 ) -> None:
     """Measure on `world` ranks; no contestant begins later than `seconds`. All ways, in one JSON."""
     end = time.time() + seconds
     benchmark = Benchmark(WHAT, KERNELS, {"tokens": case.tokens, "hidden": case.hidden}, measured)
     on_ranks.start(output, benchmark, world)
-    for channels, some in ways.items():
-        chosen = {} if channels is None else {"NCCL_MAX_P2P_NCHANNELS": str(channels)}
-        turns = [Turn({"way": way.name, "channels": channels or "NCCL's choice"}, (way, case)) for way in some]
-        on_ranks.run(output, benchmark, turns, world, kind, end, chosen)
+    turns = [Turn({"way": way.name}, (way, case)) for way in ways]
+    on_ranks.run(output, benchmark, turns, world, kind, end)
 
 
 if __name__ == "__main__":
