@@ -42,8 +42,8 @@ Part = Callable[[int, Band, torch.Tensor | None], torch.Tensor]
 """(piece of K, band, accumulators or None) → accumulators, fp32 `[rows of the band, n]`."""
 BAND = 128
 """Bands begin at multiples of it, as blocks of scales do."""
-BANDS = 8
-"""At most so many."""
+BANDS = 4
+"""At most so many: a band costs the host some tenths of a millisecond."""
 AHEAD = 2
 """How many bands a rank between two others asks for before it needs them."""
 # Torch 2.13 has the first name, and warns of the second.

@@ -38,7 +38,7 @@ import torch.distributed as dist
 ALIGNED = 256  # bytes: where the part of each rank begins
 WORDS = 4096  # bytes before the halves, in which each rank has a word
 HALVES = 2
-ROOMS = 8
+ROOMS = 4
 GIVEN, TAKEN = 0, 4  # bytes: where the words of messages are
 
 

@@ -505,8 +505,14 @@ def test_what_two_gpus_share(which: str, backend: str, tmp_path: Path) -> None:
 
 
 def test_the_bands_of_an_output() -> None:
-    assert ordered_reduce.bands(128 * ordered_reduce.BANDS + 130)[-1] == (1024, 1154)
     assert ordered_reduce.bands(300) == [(0, 128), (128, 256), (256, 300)]
+    for rows in (1, 128, 640, 1000, 5000):
+        cut = ordered_reduce.bands(rows)
+        assert len(cut) <= ordered_reduce.BANDS
+        assert [first for first, _ in cut] == [0, *(last for _, last in cut[:-1])]
+        assert cut[-1][1] == rows
+        assert len({last - first for first, last in cut[:-1]}) <= 1
+        assert all(first % 128 == 0 for first, _ in cut)
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 8])
