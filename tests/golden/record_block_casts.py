@@ -4,9 +4,9 @@
     git clone https://github.com/deepseek-ai/DeepGEMM OTHER
     PYTHONPATH=.:tests python tests/golden/record_block_casts.py DIR OTHER
 
-They run on a CPU. The npz has words of MXFP8 and NVFP4, the json digests of blocks of 128. Neither library is installed:
-files are imported by themselves, with a stand-in for the base class of Transformer Engine's quantizers. The recordings
-note the commits.
+They run on a CPU. The npz has words of MXFP8 and NVFP4, the json digests of blocks of 128. Neither library is
+installed: files are imported by themselves, with a stand-in for the base class of Transformer Engine's quantizers. The
+recordings note the commits.
 
     transformer_engine/pytorch/custom_recipes/reference_nvfp4.py    NVFP4QuantizerRef: quantize, qgemm
     tests/pytorch/test_mxfp8_2d_quantize.py                         _mxfp8_2d_quantize_reference, _float_to_e8m0

@@ -112,7 +112,7 @@ def grid_of(scale_inv: torch.Tensor, rows: int, cols: int, square: bool) -> torc
 @pytest.mark.parametrize("vector", VECTORS, ids=str)
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_each_dialect_has_the_words_of_its_source(dialect: str, vector: Vector) -> None:
-    """Transformer Engine's reference, and DeepGEMM's casts, which have E4M3, one epsilon, and whole blocks of a column."""
+    """Transformer Engine's reference, and DeepGEMM's casts: E4M3, one epsilon, and whole blocks of a column."""
     known, compared = recorded_blocks_of_128(), 0
     for shape, square, dtype, epsilon in itertools.product((WHOLE, ODD), (False, True), (E4M3, E5M2), (0.0, 1e-4)):
         kind, (rows, cols) = kind_of(dialect, square, dtype, epsilon, shape, vector), shape
