@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import os
 from enum import Enum
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -10,8 +11,19 @@ import torch
 from reference.recipes.quantized import KEEPING, Accumulation
 from reference.recipes.quantizer import Dequantized, ForwardOnly, HighPrecision, Quantizer
 from reference.recipes.roles import Role, Roles, linear_map
+from reference.support.notice import say_once
 
 _OVERRIDES = {"high_precision": ForwardOnly, "dequantized": Dequantized}  # how backward reads a forward's tensors
+_UNREAD = {
+    "NVTE_BACKWARD_OVERRIDE": "backward_override",
+    "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "use_f32_scales",
+    "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES": "use_power_2_scales",
+    "NVTE_NVFP4_4OVER6": "nvfp4_4over6",
+    "NVTE_NVFP4_DISABLE_2D_QUANTIZATION": "disable_2d_quantization",
+    "NVTE_NVFP4_DISABLE_RHT": "disable_rht",
+    "NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING": "disable_stochastic_rounding",
+    "NVTE_NVFP4_ROW_SCALED_ACTIVATION": "row_scaled_activation",
+}  # variables from which Transformer Engine takes the default of a field
 _fixed: dict[Any, Any] = {}  # by each recipe, the copy of it that autocast and layers keep
 _MOST_FIXED = 256
 
@@ -209,9 +221,28 @@ class Recipe:
     mxfp8 = nvfp4 = float8_block_scaling = custom = delayed
 
 
+def _speak_of_the_environment(recipe: Any) -> None:
+    """Say once of each variable that would have changed a default of Transformer Engine's that it changes none here."""
+    for variable, field in _UNREAD.items():
+        text = os.environ.get(variable)
+        if not text or not hasattr(recipe, field):
+            continue
+        value = getattr(recipe, field)
+        if value != getattr(type(recipe), field):  # an argument
+            continue
+        if value != (text == "1" if isinstance(value, bool) else text):
+            say_once(
+                variable,
+                f"{type(recipe).__name__}: {variable}={text!r} in the environment is not read; the recipe has "
+                f"{field}={value!r}, and an argument changes it",
+            )
+
+
 def check_recipe(recipe: Any) -> None:
     """Refuse E5M2 as a recipe's format, fp8_mha, and a backward that is neither in FP8 nor in high precision."""
     name = type(recipe).__name__
+    if not torch.compiler.is_compiling():
+        _speak_of_the_environment(recipe)
     if not isinstance(recipe.fp8_format, Format) or recipe.fp8_format not in (Format.HYBRID, Format.E4M3):
         raise ValueError(
             f"{name}: fp8_format={recipe.fp8_format!s}; Format.HYBRID and Format.E4M3 are accepted "

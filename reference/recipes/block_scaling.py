@@ -52,8 +52,8 @@ class Float8BlockScaling(Recipe):
     """Scale blocks of 128 numbers by their own amaxes.
 
     Args:
-        use_f32_scales: scales in fp32 instead of powers of two (in Transformer Engine the environment's
-            NVTE_FP8_BLOCK_SCALING_FP32_SCALES).
+        use_f32_scales: scales in fp32 instead of powers of two. (Transformer Engine's default is the environment's
+            NVTE_FP8_BLOCK_SCALING_FP32_SCALES, which is not read here.)
         fp8_format: `Format.E4M3` or `Format.HYBRID`.
         x_block_scaling_dim, w_block_scaling_dim, grad_block_scaling_dim: 1, blocks of 1 × 128, or 2, blocks of
             128 × 128, of inputs, weights and gradients; at most one of them is 2.

@@ -1,17 +1,24 @@
-"""Record what Transformer Engine's Python references of NVFP4 and MXFP8 compute: `tests/golden/block_casts.npz`.
+"""Record what Python references of others cast blocks to: `tests/golden/block_casts.npz` and `blocks_of_128.json`.
 
     git clone https://github.com/NVIDIA/TransformerEngine DIR
-    PYTHONPATH=.:tests python tests/golden/record_block_casts.py DIR
+    git clone https://github.com/deepseek-ai/DeepGEMM OTHER
+    PYTHONPATH=.:tests python tests/golden/record_block_casts.py DIR OTHER
 
-They run on a CPU. Transformer Engine itself is not installed: their files are imported with a stand-in for the base
-class of its quantizers. The recording notes the commit.
+They run on a CPU. The npz has words of MXFP8 and NVFP4, the json digests of blocks of 128. Neither library is
+installed: files are imported by themselves, with a stand-in for the base class of Transformer Engine's quantizers. The
+recordings note the commits.
 
     transformer_engine/pytorch/custom_recipes/reference_nvfp4.py    NVFP4QuantizerRef: quantize, qgemm
     tests/pytorch/test_mxfp8_2d_quantize.py                         _mxfp8_2d_quantize_reference, _float_to_e8m0
+    tests/pytorch/references/blockwise_quantizer_reference.py       BlockwiseQuantizerReference
+    DeepGEMM, deep_gemm/utils/math.py                               per_token_, per_channel_ and per_block_cast_to_fp8
 """
 
 import ast
 import importlib
+import itertools
+import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +27,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from shared.block_vectors import NOT_FINITE, PATH, VECTORS, Vector, canonical, made
+from shared.block_vectors import (
+    BLOCKS_OF_128,
+    NOT_FINITE,
+    ODD,
+    PATH,
+    VECTORS,
+    WHOLE,
+    Vector,
+    canonical,
+    digests,
+    kind_of,
+    made,
+)
 
 from reference.support import files
 
@@ -94,9 +113,47 @@ def product(reference: Any, vector: Vector) -> torch.Tensor:
     return found
 
 
+def head(root: Path) -> str:
+    """The commit of a checkout."""
+    found = subprocess.run(["git", "-C", root, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+    return found.stdout.strip()
+
+
+def of_transformer_engine(root: Path) -> dict[str, list[str]]:
+    """Blocks of 128 by the reference of Transformer Engine's tests."""
+    sys.path.insert(0, str(root / "tests/pytorch"))
+    reference = importlib.import_module("references.blockwise_quantizer_reference").BlockwiseQuantizerReference()
+    found = {}
+    for vector, (powers, square, dtype, epsilon) in itertools.product(
+        VECTORS,
+        itertools.product((True, False), (False, True), (torch.float8_e4m3fn, torch.float8_e5m2), (0.0, 1e-4)),
+    ):
+        for shape in (WHOLE, ODD):
+            one = reference.quantize(
+                made(vector, 0, shape), dtype, True, epsilon, powers, (128 if square else 1, 128), False
+            )
+            kind = kind_of("power_of_two" if powers else "fp32", square, dtype, epsilon, shape, vector)
+            found |= {kind: digests(one.data, one.scale), f"{kind}, transposed": digests(one.data_t, one.scale_t)}
+    return found
+
+
+def of_deep_gemm(root: Path) -> dict[str, list[str]]:
+    """Blocks of 128 by DeepGEMM's casts."""
+    reference = runpy.run_path(str(root / "deep_gemm/utils/math.py"))
+    found = {}
+    for vector, up, shape in itertools.product(VECTORS, (False, True), (WHOLE, ODD)):
+        x, dialect = made(vector, 0, shape), "deep_gemm_ue8m0" if up else "deep_gemm"
+        rows, squares = (kind_of(dialect, square, torch.float8_e4m3fn, 1e-4, shape, vector) for square in (False, True))
+        found[rows] = digests(*reference["per_token_cast_to_fp8"](x, up))
+        found[squares] = digests(*reference["per_block_cast_to_fp8"](x, up))
+        if shape == WHOLE:
+            codes, scales = reference["per_channel_cast_to_fp8"](x, up)
+            found[f"{rows}, transposed"] = digests(codes.t(), scales.t())
+    return found
+
+
 def main() -> None:
-    root = Path(sys.argv[1])
-    commit = subprocess.run(["git", "-C", root, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+    root, other = map(Path, sys.argv[1:])
     of_nvfp4, of_mxfp8 = nvfp4_reference(root), mxfp8_reference(root)
     words: dict[str, torch.Tensor] = {}
     for vector in VECTORS + NOT_FINITE:
@@ -109,7 +166,10 @@ def main() -> None:
     arrays = {name: (x.view(torch.uint8) if x.itemsize == 1 else x).numpy() for name, x in words.items()}
     version = (root / "build_tools/VERSION.txt").read_text("utf-8").strip()
     with files.replacing(PATH) as file:
-        np.savez_compressed(file, source=np.array(f"{version} {commit.stdout.strip()}"), **arrays)
+        np.savez_compressed(file, source=np.array(f"{version} {head(root)}"), **arrays)
+    sources = {"Transformer Engine": f"{version} {head(root)}", "DeepGEMM": head(other)}
+    found = {"sources": sources, "digests": of_transformer_engine(root) | of_deep_gemm(other)}
+    files.write(BLOCKS_OF_128, json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import torch
 import reference as te
 from reference import recipe
 from reference.recipes import base, delayed_scaling
+from reference.support import notice
 
 
 def test_defaults_are_transformer_engines() -> None:
@@ -247,3 +248,36 @@ def test_other_recipes_are_named_when_asked_for() -> None:
 def test_by_layer_takes_a_dictionary(choices: Any) -> None:
     with pytest.raises(TypeError, match=r"^by_layer: choices=.*; a dictionary of names or modules is accepted"):
         te.recipe.by_layer(te.Linear(32, 32), choices)
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "make", "sentence"),
+    [
+        ("BACKWARD_OVERRIDE", "dequantized", recipe.Float8BlockScaling, "the recipe has backward_override=None, and"),
+        ("FP8_BLOCK_SCALING_FP32_SCALES", "1", recipe.Float8BlockScaling, "the recipe has use_f32_scales=False, and"),
+        ("FP8_CURRENT_SCALING_POWER_2_SCALES", "1", recipe.Float8CurrentScaling, "has use_power_2_scales=False, and"),
+        ("NVFP4_DISABLE_RHT", "1", recipe.NVFP4BlockScaling, "the recipe has disable_rht=False, and"),
+        ("NVFP4_4OVER6", "all", recipe.NVFP4BlockScaling, "the recipe has nvfp4_4over6='none', and"),
+        ("FP8_BLOCK_SCALING_FP32_SCALES", "0", recipe.Float8BlockScaling, None),
+        ("FP8_BLOCK_SCALING_FP32_SCALES", "1", recipe.Float8CurrentScaling, None),
+        ("FP8_BLOCK_SCALING_FP32_SCALES", "1", lambda: recipe.Float8BlockScaling(use_f32_scales=True), None),
+    ],
+)
+def test_a_variable_that_transformer_engine_reads_is_spoken_of(
+    variable: str,
+    text: str,
+    make: Any,
+    sentence: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Its defaults come from the environment, ours do not: a program that relies on it must hear of that, once."""
+    made = make()
+    monkeypatch.setattr(notice, "_said", set())
+    monkeypatch.setenv(f"NVTE_{variable}", text)
+    assert make() == make() == made
+    if sentence is None:
+        assert not caplog.text
+    else:
+        assert caplog.text.count(f"NVTE_{variable}={text!r} in the environment is not read; ") == 1
+        assert sentence in caplog.text

@@ -10,11 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from shared.bits import assert_same_bits
+from shared.block_vectors import ODD, VECTORS, WHOLE, Vector, digests, kind_of, made, recorded_blocks_of_128
 
 from optimized.ops.casts import cast_blocks as launcher
 from optimized.ops.casts import cast_transpose
 from reference.numbers import formats
-from reference.ops.casts.cast_blocks import DIALECTS, ceil4
+from reference.ops.casts.cast_blocks import DIALECTS, blocks_of, ceil4
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -101,6 +102,29 @@ def test_any_matrix_is_cast_block_by_block(
     x *= torch.exp2(torch.randint(-14, 12, (rows, 1), generator=draw).float())
     x[torch.rand(x.shape, generator=draw) < 0.05] = 0
     check(x.to(wide), dtype, square, dialect, epsilon)
+
+
+def grid_of(scale_inv: torch.Tensor, rows: int, cols: int, square: bool) -> torch.Tensor:
+    """The scales of `[rows, cols]` as a grid of blocks."""
+    return scale_inv[:, : blocks_of(cols)] if square else scale_inv[:, :rows].t()
+
+
+@pytest.mark.parametrize("vector", VECTORS, ids=str)
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_each_dialect_has_the_words_of_its_source(dialect: str, vector: Vector) -> None:
+    """Transformer Engine's reference, and DeepGEMM's casts: E4M3, one epsilon, and whole blocks of a column."""
+    known, compared = recorded_blocks_of_128(), 0
+    for shape, square, dtype, epsilon in itertools.product((WHOLE, ODD), (False, True), (E4M3, E5M2), (0.0, 1e-4)):
+        kind, (rows, cols) = kind_of(dialect, square, dtype, epsilon, shape, vector), shape
+        if kind not in known:
+            continue
+        compared += 1
+        q, q_t, s, s_t = twin.cast_blocks_transpose(made(vector, 0, shape), dtype, square, dialect, epsilon)
+        assert digests(q, grid_of(s, rows, cols, square)) == known[kind], kind
+        if f"{kind}, transposed" in known:
+            found = digests(q_t[:, :rows], grid_of(s_t, cols, rows, square))
+            assert found == known[f"{kind}, transposed"], kind
+    assert compared == (4 if dialect.startswith("deep_gemm") else 16)
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
