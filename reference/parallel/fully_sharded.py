@@ -39,8 +39,10 @@ import torch
 import torch.distributed as dist
 
 from reference.parallel.gradient_tree import Nodes, push
+from reference.parallel.peer_memory import PeerMemory, of_group
 from reference.state import scaling
 from reference.support.dtensor import is_dtensor, placed
+from reference.support.groups import bytes_of
 
 Order = Any  # a GradientOrder, whose module imports this one
 
@@ -113,6 +115,49 @@ def shards(mesh: Any) -> int:
     """How many parts `fully_shard` over this mesh makes of a parameter."""
     count: int = mesh.size(mesh.ndim - 1)
     return count
+
+
+def copy_engine_all_gather(model: torch.nn.Module) -> None:
+    """Let `fully_shard`'s modules gather weights by their GPUs' copy engines (`reference.parallel.peer_memory`).
+
+    NCCL's kernels and persistent ones wait for each other. Where ranks cannot write to each other's memory, the process
+    group gathers as before. The words are the same.
+
+    Args:
+        model: which has modules that `fully_shard` sharded.
+
+    Raises:
+        ValueError: there are no such modules.
+    """
+    modules = sharded_modules(model)
+    if not modules:
+        raise ValueError(
+            "copy_engine_all_gather: no module of the model was given to fully_shard; one or more is accepted."
+        )
+    for module in modules:
+        module.set_custom_all_gather(CopyEngineAllGather())
+
+
+class CopyEngineAllGather:
+    """torch's interface `AllGather`. The memory that ranks write to is one for all modules."""
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    @torch.no_grad()
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
+    ) -> Any:
+        """From `input_tensor` [n], which may be this rank's part of it, to `output_tensor` [ranks · n]."""
+        memory = of_group(group, input_tensor, PeerMemory)
+        if memory is None:
+            return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+        own, ranks = bytes_of(input_tensor), group.size()
+        received = memory.exchange([own] * ranks, [own.numel()] * ranks)
+        for place, part in zip(bytes_of(output_tensor).chunk(ranks), received, strict=True):
+            if place.data_ptr() != part.data_ptr():
+                place.copy_(part)
+        return None
 
 
 class TreeReduceScatter:

@@ -21,7 +21,7 @@ Where each rank has one group, these are the bytes of a reduce-scatter and an al
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -29,8 +29,10 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from reference.arguments import is_group, is_int
-from reference.parallel import flat_gradients, fully_sharded
-from reference.parallel.gradient_tree import Nodes, nodes, owned, push
+from reference.ops.library import twin
+from reference.parallel import flat_gradients, fully_sharded, peer_memory
+from reference.parallel.gradient_tree import Nodes, additions, nodes, owned, push
+from reference.parallel.peer_memory import PeerMemory
 from reference.state import scaling
 from reference.support.dtensor import is_dtensor, placed, shard
 from reference.support.groups import bytes_of
@@ -47,12 +49,14 @@ class GradientOrder:
     Args:
         groups: of a step, on all ranks together; an int from the number of ranks on. It decides about bits.
         process_group: whose ranks share a step; None is the default group, or this process where there is none.
+        peer_memory: whether ranks write to each other's GPU memory (`reference.parallel.peer_memory`), or use the
+            process group's collectives (False); the words are the same. None: they do where their GPUs can.
 
     Attributes:
         mine: the numbers of this rank's groups, a range.
     """
 
-    def __init__(self, groups: int, process_group: Any = None) -> None:
+    def __init__(self, groups: int, process_group: Any = None, peer_memory: bool | None = None) -> None:
         if process_group is not None and not is_group(process_group):
             raise TypeError(f"GradientOrder: process_group={process_group!r}; a process group or None is accepted.")
         ready = process_group is not None or (dist.is_available() and dist.is_initialized())
@@ -64,6 +68,11 @@ class GradientOrder:
             )
         self.groups = int(groups)
         self.mine = owned(self.groups, self.ranks, self.rank)
+        if peer_memory not in (None, True, False):
+            raise TypeError(f"GradientOrder: peer_memory={peer_memory!r}; True, False or None is accepted.")
+        self.peer_memory = peer_memory
+        self._memory: PeerMemory | Literal[False] | None = None  # None: nobody has asked yet
+        self._additions = additions(self.groups, self.ranks)
         self._done: Nodes[Sums] = []
         self.most = -(-self.groups // self.ranks)  # groups of the rank that has most
         self.left = 0  # of this rank's microbatches of the step, the one under way among them
@@ -281,12 +290,18 @@ class GradientOrder:
         if self.ranks == 1:
             flat.copy_(self._scaled(found[0][1]))
         else:
-            self._exchange([node for _, node in found], flat)
+            size = -(-flat.numel() // self.ranks)  # numbers of a piece
+            self._gather(self.piece([node for _, node in found], size, flat), flat)
 
-    def _exchange(self, mine: list[torch.Tensor], out: torch.Tensor) -> None:
-        """Write to `out` [n] the mean of all ranks' nodes; this rank's are `mine`."""
-        size = -(-out.numel() // self.ranks)  # numbers of a piece
-        piece = self.piece(mine, size, out).to(out.dtype)
+    def _gather(self, piece: torch.Tensor, out: torch.Tensor) -> None:
+        """Write to `out` [n] the pieces [size] of all ranks, one after the other; what is beyond n is left out."""
+        size = piece.numel()
+        if (memory := self._peer_memory(out.device)) is not None:
+            sizes = [piece.nbytes] * self.ranks
+            for rank, part in enumerate(memory.exchange([bytes_of(piece)] * self.ranks, sizes)):
+                place = out[rank * size : (rank + 1) * size]
+                place.copy_(part.view(out.dtype)[: place.numel()])
+            return
         whole = out.numel() == self.ranks * size
         target = out if whole else out.new_empty(self.ranks * size)
         _all_gather(bytes_of(target), bytes_of(piece), group=self.process_group)
@@ -294,7 +309,7 @@ class GradientOrder:
             out.copy_(target[: out.numel()])
 
     def piece(self, mine: list[torch.Tensor], size: int, like: torch.Tensor) -> torch.Tensor:
-        """This rank's piece of the mean of all ranks' nodes, fp32 [size].
+        """This rank's piece [size] of the mean of all ranks' nodes, in `like`'s dtype.
 
         Args:
             mine: this rank's nodes, [n] with n at most ranks · size; in fp32, or that of one group in `like`'s dtype.
@@ -302,22 +317,35 @@ class GradientOrder:
             like: of `.grad`'s dtype.
         """
         ranks = self.ranks
-        counts = [len(nodes(self.groups, owned(self.groups, ranks, rank))) for rank in range(ranks)]
         dtype = like.dtype if self.groups == ranks else torch.float32
         if len(mine) == 1 and mine[0].numel() == ranks * size and mine[0].dtype == dtype:
-            given = mine[0]
+            given = mine[0].view(ranks, 1, size)
         else:
             given = like.new_zeros(ranks, len(mine), size, dtype=dtype)
             for i, node in enumerate(mine):
                 flat_gradients.write_rows(given[:, i], node)
-        pieces = like.new_empty(sum(counts), size, dtype=dtype)
-        flat_gradients.all_to_all(pieces, given, counts, [len(mine)] * ranks, size, self.process_group)
-        found: Nodes[torch.Tensor] = []
-        rows = iter(pieces.to(torch.float32))
-        for rank in range(ranks):
-            for which in nodes(self.groups, owned(self.groups, ranks, rank)):
-                push(found, which, next(rows), self.groups, torch.Tensor.add_)
-        return self._scaled(found[0][1])
+        counts = [len(nodes(self.groups, owned(self.groups, ranks, rank))) for rank in range(ranks)]
+        if (memory := self._peer_memory(like.device)) is not None:
+            sizes = [count * size * given.element_size() for count in counts]
+            found = memory.exchange([bytes_of(part) for part in given], sizes)
+            pieces = [row for part in found for row in part.view(dtype).split(size)]
+        else:
+            whole = like.new_empty(sum(counts), size, dtype=dtype)
+            flat_gradients.all_to_all(whole, given, counts, [len(mine)] * ranks, size, self.process_group)
+            pieces = list(whole)
+        return twin.tree_mean(pieces, self._additions, 1 / self.groups, like.dtype)
+
+    def _peer_memory(self, device: torch.device) -> PeerMemory | None:
+        """How this order's ranks exchange, None: by the process group's collectives; all ranks ask for it alike."""
+        if self._memory is None:
+            self._memory = False
+            if device.type == "cuda" and self.peer_memory is not False:
+                group = self.process_group or dist.group.WORLD
+                why = peer_memory.obstacle(group, device)
+                if why and self.peer_memory:
+                    raise RuntimeError(f"GradientOrder: peer_memory=True, but {why}; None or False is accepted.")
+                self._memory = False if why else PeerMemory(group, device)
+        return self._memory or None
 
     def _scaled(self, total: torch.Tensor) -> torch.Tensor:
         """fp32 sums, in place times fp32(1/G)."""
@@ -345,9 +373,11 @@ class GradientOrder:
             done.set_result(flat)
             return done
         self._hooked = True
-        leaf = {
-            p: flat_gradients.laid_out(view, p) for p, view in zip(bucket.parameters(), bucket.gradients(), strict=True)
-        }
+        # Where each gradient lies costs the host more than the rest, so it is asked for only if it matters.
+        leaf = {}
+        if self._done or any(p.grad is None for p in bucket.parameters()):
+            pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
+            leaf = {p: flat_gradients.laid_out(view, p) for p, view in pairs}
         for p, view in leaf.items():
             if p.grad is None:  # DistributedDataParallel has put +0 there
                 view.fill_(-0.0)
@@ -357,10 +387,15 @@ class GradientOrder:
             return done
         # Beside backward, on a stream of its own; who waits for the future waits for this stream.
         if self._stream is None:
-            self._stream = torch.cuda.Stream(flat.device)
+            # Its kernels begin as soon as a multiprocessor is free.
+            self._stream = torch.cuda.Stream(flat.device, priority=-1)
+            self._beat = torch.zeros(1, device=flat.device)
         self._stream.wait_stream(torch.cuda.current_stream(flat.device))
         with torch.cuda.stream(self._stream):
             self._mean(flat, leaf)
+            if bucket.is_last() and self._memory:
+                # A rank that is gone would leave the others waiting for its memory, unseen by the process group.
+                dist.all_reduce(self._beat, group=self.process_group, async_op=True)
             done.set_result(flat)
         return done
 

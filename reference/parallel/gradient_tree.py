@@ -55,3 +55,15 @@ def nodes(groups: int, which: range) -> list[range]:
     for group in which:
         push(found, range(group, group + 1), None, groups, lambda a, b: None)
     return [one for one, _ in found]
+
+
+def additions(groups: int, ranks: int) -> list[int]:
+    """For each node of all ranks, in their order, how many additions follow it: of `twin::tree_mean`."""
+    found: Nodes[None] = []
+    counts = []
+    for rank in range(ranks):
+        for which in nodes(groups, owned(groups, ranks, rank)):
+            before = len(found) + 1
+            push(found, which, None, groups, lambda a, b: None)
+            counts.append(before - len(found))
+    return counts

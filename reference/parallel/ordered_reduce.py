@@ -32,6 +32,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from reference.parallel.peer_memory import Messages, of_group
 from reference.support import groups
 from reference.support.groups import bytes_of
 
@@ -87,11 +88,17 @@ def schedule(rank: int, count: int, rounds: int, number: int) -> Iterator[tuple[
 
 
 def _receive(x: torch.Tensor, group: str, source: int) -> None:
-    groups.under_way.works[x.data_ptr()] = dist.irecv(bytes_of(x), group=groups.group_of(group), group_src=source)
+    found = groups.group_of(group)
+    peers = of_group(found, x, Messages)
+    work = dist.irecv(bytes_of(x), group=found, group_src=source) if peers is None else peers.receive(bytes_of(x))
+    groups.under_way.works[x.data_ptr()] = work
 
 
 def _send(x: torch.Tensor, group: str, to: int) -> None:
-    groups.under_way.works[x.data_ptr()] = dist.isend(bytes_of(x), group=groups.group_of(group), group_dst=to)
+    found = groups.group_of(group)
+    peers = of_group(found, x, Messages)
+    work = dist.isend(bytes_of(x), group=found, group_dst=to) if peers is None else peers.send(bytes_of(x))
+    groups.under_way.works[x.data_ptr()] = work
 
 
 def _end(some: list[torch.Tensor]) -> None:

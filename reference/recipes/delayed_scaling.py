@@ -121,10 +121,10 @@ class DelayedScaling(Recipe):
 
 def reduce_amaxes(histories: list[torch.Tensor], group: Any) -> None:
     """Take the maximum of every row 0 over the process group, in one collective."""
-    amaxes = torch.cat([history[0] for history in histories])
-    groups.largest(amaxes, group)
     rows = [history[0] for history in histories]
-    torch._foreach_copy_(rows, amaxes.split([row.numel() for row in rows]))
+    amaxes = torch.cat(rows)
+    groups.largest(amaxes, group)
+    torch._foreach_copy_(rows, amaxes.split([row.numel() for row in rows]))  # on a GPU one launch
 
 
 class Delayed(Quantizer):

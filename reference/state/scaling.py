@@ -7,6 +7,7 @@ module that is gone keeps its place (`Gone`).
 """
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -192,9 +193,9 @@ class Gone:
         self._sizes = {key: (len(last.fp8_meta[key].scale), last.fp8_meta[key].scale.device) for key in KEYS}
         self._world = weakref.ref(world)
 
-    @property
+    @functools.cached_property
     def fp8_meta(self) -> dict[str, FP8TensorMeta]:
-        """A history of one row of zeros, made anew: garbage is no time to allocate."""
+        """A history of one row of zeros, made at the first update: garbage is no time to allocate."""
         return {key: FP8TensorMeta.fresh(columns, 1, device) for key, (columns, device) in self._sizes.items()}
 
     def counts(self) -> bool:

@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reference.parallel.gradient_tree import Nodes, nodes, owned, push
+from reference.parallel.gradient_tree import Nodes, additions, nodes, owned, push
 
 
 def add(left: str, right: str) -> str:
@@ -51,6 +51,19 @@ def test_ranks_own_all_groups_in_order_and_about_equally_many(groups: int, data:
 def test_a_rank_sends_one_sum_where_a_power_of_two_is_divided_by_another() -> None:
     for groups, ranks in ((8, 1), (8, 2), (8, 4), (8, 8), (16, 2)):
         assert all(len(nodes(groups, owned(groups, ranks, rank))) == 1 for rank in range(ranks))
+
+
+@given(st.integers(1, 300), st.data())
+def test_the_additions_of_all_ranks_nodes_as_a_stack(groups: int, data: st.DataObject) -> None:
+    ranks = data.draw(st.integers(1, groups))
+    of_ranks = [value for rank in range(ranks) for _, value in sums(groups, owned(groups, ranks, rank))]
+    stack: list[str] = []
+    for value, count in zip(of_ranks, additions(groups, ranks), strict=True):
+        stack.append(value)
+        for _ in range(count):
+            right = stack.pop()
+            stack.append(add(stack.pop(), right))
+    assert stack == [tree([str(group) for group in range(groups)])]
 
 
 def test_the_tree_of_five() -> None:

@@ -1,18 +1,18 @@
-"""A training step on several GPUs of one host: stacks of GPT layers, in ms a step.
+"""A training step on several GPUs of one host: stacks of layers, in ms a step.
 
     python -m optimized.bench.models.data_parallel --output data_parallel.json
 
-Each GPU has 4096 tokens a step: forward, backward, the gradients' sum over ranks, and the optimizer. "Alone" nothing is
-sent: every GPU makes its own step. "Written order" is `te.parallel.GradientOrder` with a group a rank. Contestants run
-one after the other, since they do not fit side by side; a step's time is from event to event on rank 0's GPU, while
-the host runs ahead. PyTorch's layers have bf16 weights, cuDNN's attention, torch.compile and fused AdamW without fp32
-masters; ours have the masters.
+A step is forward, backward, the gradients' sum over ranks, and the optimizer. "Alone" nothing is sent: every GPU makes
+its own step. "Written order" is `te.parallel.GradientOrder` with a group a rank. Contestants run one after the other,
+since they do not fit side by side; a step's time is from event to event on the slowest GPU, while the host runs ahead.
+PyTorch's layers have bf16 weights, its own attention, torch.compile and fused AdamW without fp32 masters; ours have the
+masters.
 """
 
 import argparse
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -24,9 +24,10 @@ from optimized import measure
 from optimized.bench.layers.layer_models import Case, Plain
 from optimized.bench.models import on_ranks
 from optimized.bench.models.on_ranks import Benchmark, Row, Turn, timed
-from reference.parallel import GradientOrder, tree_hook, tree_reduce_scatter
+from optimized.bench.models.tensor_parallel import Layer
+from reference.parallel import GradientOrder, copy_engine_all_gather, tree_hook, tree_reduce_scatter
 
-WHAT = "ms of a training step of GPT layers on several GPUs"
+WHAT = "ms of a training step of some layers on several GPUs"
 KERNELS = (
     "adam",
     "attention",
@@ -35,9 +36,12 @@ KERNELS = (
     "cast_transpose",
     "dropout",
     "gemm_fp8",
+    "tree_mean",
 )
-CASE = Case("GPT", 2048, 8192, 16, 2048, 2, torch.bfloat16, True, 0.1)
-LAYERS = (4, 24)  # 24: as the 1.3b GPT
+BF16 = torch.bfloat16
+CASE = Case("GPT 1.3B", 2048, 8192, 16, 2048, 2, BF16, True, 0.1)
+LLAMA = Case("Llama 3 8B", 4096, 14336, 32, 8192, 1, BF16, True, 0.0, llama=True, kv_heads=8)
+LAYERS = {LLAMA: 8, CASE: 24}
 ALONE, DDP, FSDP = "alone", "DDP", "FSDP2"
 
 
@@ -76,9 +80,14 @@ def _normal(weight: torch.Tensor) -> None:
 def layers_of(way: Way, case: Case, count: int, recipe: Any, device: torch.device) -> torch.nn.Sequential:
     """The stack, on the device."""
     if not way.ours:
-        plain = [Plain(case.hidden, case.ffn, case.heads, p=case.dropout, causal=case.causal) for _ in range(count)]
-        return torch.nn.Sequential(*plain).to(device, case.dtype)
+        with device:
+            if case.llama:
+                return torch.nn.Sequential(*(Layer(case).to(case.dtype) for _ in range(count)))
+            plain = [Plain(case.hidden, case.ffn, case.heads, p=case.dropout, causal=case.causal) for _ in range(count)]
+            return torch.nn.Sequential(*plain).to(case.dtype)
     options: dict[str, Any] = {"hidden_dropout": case.dropout, "attention_dropout": case.dropout}
+    if case.llama:
+        options |= {"num_gqa_groups": case.kv_heads, "normalization": "RMSNorm", "activation": "swiglu", "bias": False}
     options |= {"params_dtype": case.dtype, "init_method": _normal, "output_layer_init_method": _normal}
     options |= {"self_attn_mask_type": case.mask_type, "fuse_qkv_params": True, "device": device}
     with te.quantized_model_init(enabled=way.kept, recipe=recipe):
@@ -103,10 +112,12 @@ def stepper(way: Way, case: Case, count: int, device: torch.device) -> Callable[
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         for module in (*model, model):
             fully_shard(module, mesh=mesh)
+        if way.ours:
+            copy_engine_all_gather(model)
         if order is not None:
             tree_reduce_scatter(model, order)
     elif way.sharing == DDP:
-        model = DistributedDataParallel(model, gradient_as_bucket_view=order is None)
+        model = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=100)
         if order is not None:
             model.register_comm_hook(order, tree_hook)
     optimizer: Any
@@ -114,7 +125,8 @@ def stepper(way: Way, case: Case, count: int, device: torch.device) -> Callable[
         optimizer = te.optimizers.FusedAdam(model.parameters(), lr=1e-4, master_weights=True)
     else:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda")
-    x = torch.randn(case.sequence, case.batch, case.hidden, dtype=case.dtype, device=device)
+    first = (case.sequence, case.batch) if way.ours or not case.llama else (case.batch, case.sequence)
+    x = torch.randn(*first, case.hidden, dtype=case.dtype, device=device)
     target = torch.randn_like(x)
 
     def microbatch() -> None:
@@ -143,15 +155,15 @@ def run(
     output: str,
     world: int = 2,
     kind: str = "cuda",
-    case: Case = CASE,
-    layers: tuple[int, ...] = LAYERS,
+    layers: Mapping[Case, int] = LAYERS,
     ways: tuple[Way, ...] = WAYS,
     seconds: float = 120,
 ) -> None:
     """Measure on `world` ranks; no contestant begins later than `seconds`. Each stack in each way, in one JSON."""
-    benchmark = Benchmark(WHAT, KERNELS, {"tokens": case.tokens, "hidden": case.hidden}, measured)
+    benchmark = Benchmark(WHAT, KERNELS, {}, measured)
     turns = [
-        Turn({"way": way.name, "layers": count}, (way, case, count)) for count, way in itertools.product(layers, ways)
+        Turn({"model": case.name, "layers": count, "tokens": case.tokens, "way": way.name}, (way, case, count))
+        for (case, count), way in itertools.product(layers.items(), ways)
     ]
     on_ranks.start(output, benchmark, world)
     on_ranks.run(output, benchmark, turns, world, kind, time.time() + seconds)
@@ -160,7 +172,6 @@ def run(
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=WHAT)
     parser.add_argument("--output", default="data_parallel.json")
-    parser.add_argument("--layers", type=int, nargs="+", default=list(LAYERS))
     parser.add_argument("--seconds", type=float, default=120, help="no contestant begins later")
     given = parser.parse_args()
-    run(given.output, layers=tuple(given.layers), seconds=given.seconds)
+    run(given.output, seconds=given.seconds)

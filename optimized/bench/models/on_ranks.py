@@ -75,7 +75,10 @@ def row_of(turn: Turn, benchmark: Benchmark, device: torch.device) -> Row:
     try:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        row |= benchmark.measured(turn.contestant, device)
+        found = benchmark.measured(turn.contestant, device)
+        every: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, found)
+        row |= max(every, key=lambda one: one["ms"]["median"])  # of the slowest GPU
         if device.type == "cuda":
             row["GiB"] = torch.cuda.max_memory_allocated() / 2**30
     except Exception as error:
@@ -97,20 +100,20 @@ def _work(
     device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
     if kind == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group(
-        "nccl" if kind == "cuda" else "gloo",
-        init_method=f"tcp://127.0.0.1:{port}",
-        rank=rank,
-        world_size=world,
-        timeout=datetime.timedelta(seconds=90),
-    )
-    for turn in turns:
+    store = dist.TCPStore("127.0.0.1", port, world, rank == 0, timeout=datetime.timedelta(seconds=90))
+    for number, turn in enumerate(turns):
+        # A group of its own: models that are gone keep their places in the amaxes of the ranks of one.
+        dist.init_process_group(
+            "nccl" if kind == "cuda" else "gloo",
+            store=dist.PrefixStore(str(number), store),
+            rank=rank,
+            world_size=world,
+            timeout=datetime.timedelta(seconds=90),
+        )
         over = torch.tensor([int(time.time() > end)], device=device)
         dist.broadcast(over, 0)
-        if int(over):
-            break
-        row = row_of(turn, benchmark, device)
-        if rank == 0:
+        row = {} if int(over) else row_of(turn, benchmark, device)
+        if rank == 0 and row:
             payload = json.loads(output.read_text())
             payload["rows"].append(row)
             payload |= {"provenance": measure.provenance(benchmark.kernels)} if kind == "cuda" else {}
@@ -118,8 +121,10 @@ def _work(
             print(_shown(turn, row), flush=True)
         if "error" in row:  # others may wait in a collective: the rest is not to be trusted
             break
-    dist.barrier()
-    dist.destroy_process_group()
+        dist.barrier()
+        dist.destroy_process_group()
+        if not row:
+            break
 
 
 def start(output: str, benchmark: Benchmark, world: int) -> None:
