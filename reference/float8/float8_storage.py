@@ -91,13 +91,7 @@ class Kept:
 
     def turn(self) -> None:
         """Write the transposed codes anew, where they are kept, from the codes."""
-        self.stale = False
-        if self.transposed is None:
-            return
-        self.transposed.copy_(self.transpose())
-        turned = KEEPING[self.layout].turned
-        if self.scale_inv_t is not None and turned is not None:
-            self.scale_inv_t.copy_(turned(self.scale_inv, self.codes.shape))
+        turn([self])
 
     def quantized(self) -> Quantized:
         """What a GEMM reads: the codes, and the transposed ones if they are kept, stale or not."""
@@ -135,6 +129,30 @@ class Kept:
         torch.autograd.graph.increment_version([x for x in tensors if x is not None])
 
 
+def turn(kept: Sequence[Kept]) -> None:
+    """Write transposed codes anew, where they are kept, from the codes: those of matrices of one dtype together."""
+    together: dict[tuple[torch.device, torch.dtype], list[Kept]] = {}
+    for one in kept:
+        one.stale = False
+        if one.transposed is None:
+            continue
+        if _in_runs_of_16(one.codes) and _in_runs_of_16(one.transposed):
+            together.setdefault((one.codes.device, one.codes.dtype), []).append(one)
+        else:
+            one.transposed.copy_(one.transpose())
+        turned = KEEPING[one.layout].turned
+        if one.scale_inv_t is not None and turned is not None:
+            one.scale_inv_t.copy_(turned(one.scale_inv, one.codes.shape))
+    for some in together.values():
+        twin.multi_transpose([one.codes for one in some], [one.transposed for one in some])
+
+
+def _in_runs_of_16(codes: torch.Tensor) -> bool:
+    """Whether they are a matrix that `twin::multi_transpose` takes."""
+    sizes = codes.dim() == 2 and not any(n % 16 for n in codes.shape)
+    return sizes and codes.is_contiguous() and codes.data_ptr() % 16 == 0
+
+
 def freshen(kept: Sequence[Kept]) -> None:
     """Write stale transposed codes anew.
 
@@ -145,5 +163,4 @@ def freshen(kept: Sequence[Kept]) -> None:
         return
     written = tuple([x for one in stale for x in (one.transposed, one.scale_inv_t) if x is not None])
     with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(written):
-        for one in stale:
-            one.turn()
+        turn(stale)

@@ -13,7 +13,13 @@ import pytest
 from optimized import defaults
 from optimized.cuda import compiler
 from optimized.ops.attentions import attention, attention_backward, attention_decode, rotary, rotary_append, softmax
-from optimized.ops.casts import cat_cast_transpose, multi_cast_transpose, multi_current_scale, scale_update
+from optimized.ops.casts import (
+    cat_cast_transpose,
+    multi_cast_transpose,
+    multi_current_scale,
+    multi_transpose,
+    scale_update,
+)
 from optimized.ops.digests import word_sums
 from optimized.ops.gemms import gemm_fused, gemm_operands
 from optimized.ops.optimizers import adafactor, adam, adam_states, clip_grads, grad_norm, sgd
@@ -95,6 +101,7 @@ CASES = [
     table("grad_norm", grad_norm._ROW),
     table("multi_cast_transpose", multi_cast_transpose._MATRIX),
     table("multi_current_scale", multi_current_scale._MATRIX),
+    table("multi_transpose", multi_transpose._MATRIX),
     table("scale_update", scale_update._MODULE, "Module"),
     table("sgd", sgd._ROW),
     table("word_sums", word_sums._ROW),

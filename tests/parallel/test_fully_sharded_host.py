@@ -78,6 +78,21 @@ def test_weights_in_fp8_are_cast_together() -> None:
     assert [launched.count(kind) for kind in kinds[1:]] == [1, 1, 1, 1]
 
 
+def test_transposed_codes_are_made_once_by_each_backward() -> None:
+    """A layer's two halves make those of their two weights in a launch each, whose layer is a pair of functions; a
+    step gathers twice, and makes them once."""
+    layers = 3
+    with DryShards(written=False) as gpu:
+        gpu.tapes()
+        step = Step(gpu, layers, ordered=True, kept=True)
+        for _ in range(5):
+            step()
+        before = len(gpu.launches)
+        step()
+        launched = [one.kernel.kernel for one in gpu.launches[before:]]
+    assert launched.count("multi_transpose") == layers
+
+
 def test_checks_of_a_step_grow_with_the_model() -> None:
     """Python calls of the written order, and of walks over modules: of twice the layers at most twice as many."""
 

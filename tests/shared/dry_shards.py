@@ -30,7 +30,7 @@ from torch.distributed.fsdp._fully_shard import (
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from reference.float8 import float8_shard
-from reference.parallel import GradientOrder, tree_reduce_scatter
+from reference.parallel import GradientOrder, peer_memory, tree_reduce_scatter
 
 RANKS = 2
 
@@ -102,6 +102,7 @@ class DryShards(DryGpu):
         self.enter_context(mock.patch.object(_fsdp_param, "free_storage", self._free_storage))
         self.enter_context(mock.patch.object(float8_shard, "sys", types.SimpleNamespace(_getframe=_frame)))
         self.enter_context(mock.patch.object(dist, "all_to_all_single", return_value=None))
+        self.enter_context(mock.patch.object(peer_memory, "obstacle", return_value="no rank is there"))
         return self
 
     def _pretending(self, owner: type, name: str) -> None:
