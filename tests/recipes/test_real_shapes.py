@@ -43,6 +43,40 @@ def test_fp8_products(name: str, accumulate: str, out_dtype: torch.dtype) -> Non
     assert_same_bits(out.cpu()[rows][:, columns], twin.gemm_fp8(*part, out_dtype, accumulate), name)
 
 
+def of_rows(scales: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Scales of blocks of a row, of some rows, as the products read them."""
+    return torch.nn.functional.pad(scales[:, rows], (0, -len(rows) % 4)).contiguous()
+
+
+@pytest.mark.parametrize("dialect", ["power_of_two", "fp32"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_products_in_blocks(name: str, dialect: str) -> None:
+    """As a layer has them: by the squares of a weight, and a weight's gradient by rows."""
+    (m, n, k), square = SHAPES[name], not name.endswith("wgrad")
+    a, sa = twin.cast_blocks(draw(1, m, k), E4M3, False, dialect, 0.0)
+    b, sb = twin.cast_blocks(draw(2, n, k), E4M3, square, dialect, 0.0)
+    out = twin.gemm_fp8_blocks(a, b, sa, sb, False, square, None, torch.bfloat16)
+    rows = some(32, m, 4)
+    columns = torch.cat([torch.arange(128), torch.arange(n - 128, n)]) if square else some(32, n, 5)
+    of_b = sb[[0, -1]] if square else of_rows(sb, columns)
+    part = (one.cpu() for one in (a[rows], b[columns], of_rows(sa, rows), of_b))
+    expected = twin.gemm_fp8_blocks(*part, False, square, None, torch.bfloat16)
+    assert_same_bits(out.cpu()[rows][:, columns], expected, name)
+
+
+@pytest.mark.parametrize("accumulate", ["fast", "split"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_products_by_row(name: str, accumulate: str) -> None:
+    m, n, k = SHAPES[name]
+    a, sa = twin.cast_rowwise(draw(1, m, k), E4M3, True, 0.0)
+    b, sb = twin.cast_rowwise(draw(2, n, k), E4M3, True, 0.0)
+    out = twin.gemm_fp8_rowwise(a, b, sa, sb, None, torch.bfloat16, accumulate)
+    rows, columns = some(32, m, 4), some(32, n, 5)
+    part = (one.cpu() for one in (a[rows], b[columns], sa[rows], sb[columns]))
+    expected = twin.gemm_fp8_rowwise(*part, None, torch.bfloat16, accumulate)
+    assert_same_bits(out.cpu()[rows][:, columns], expected, name)
+
+
 @pytest.mark.parametrize("name", SHAPES)
 def test_bf16_products(name: str) -> None:
     m, n, k = SHAPES[name]

@@ -19,7 +19,10 @@ from optimized.compare import Tally, differing
 from optimized.recordings import cases, linear, outputs, reader, transformer_engine
 from optimized.recordings import tensor_core as recorded_tensor_core
 from optimized.recordings.case import Case
+from optimized.recordings.cases import layers as layer_cases
+from optimized.training.settings import RECIPES, Settings
 from reference.numbers import tensor_core
+from reference.recipe import DelayedScaling
 from reference.support import files
 
 CPU = torch.device("cpu")
@@ -248,6 +251,15 @@ def test_the_calls_of_a_list_are_compared(op: str) -> None:
     there[name] = there[name].clone(memory_format=torch.contiguous_format)
     there[name].reshape(-1).view(torch.uint8)[0] ^= 1
     assert parity.live(again, CPU).different == 1
+
+
+def test_layers_have_cases_under_every_recipe_of_a_gpu() -> None:
+    """And one whose parts have a recipe each; run twice, it has equal words."""
+    of_gpus = {type(make(Settings())) for name, make in RECIPES.items() if name not in ("bf16", "mxfp8", "nvfp4")}
+    assert {type(one) for one in layer_cases.RECIPES.values()} == of_gpus - {DelayedScaling}
+    *_, mixed = layer_cases.recipes()
+    assert mixed.live
+    assert parity.live(mixed, CPU).equal
 
 
 @pytest.mark.gpu

@@ -47,7 +47,7 @@ def _trained(
     make: Make,
     shape: tuple[int, ...],
     dtype: torch.dtype,
-    recipe: te.DelayedScaling | None,
+    recipe: te.recipe.Recipe | None,
     extra: dict[str, torch.Tensor],
     seeded: bool,
     device: torch.device,
@@ -197,8 +197,47 @@ def transformer_layers() -> Iterator[Case]:
             yield _case("TransformerLayer", "decoder", make, (34, 2, 64), dtype, fmt, memory, seeded=seeded)
 
 
+RECIPES: dict[str, te.recipe.Recipe] = {
+    "current": te.recipe.Float8CurrentScaling(),
+    "current, E4M3, powers of two": te.recipe.Float8CurrentScaling(True, te.Format.E4M3),
+    "blocks": te.recipe.Float8BlockScaling(),
+    "blocks, HYBRID, fp32 scales": te.recipe.Float8BlockScaling(use_f32_scales=True, fp8_format=te.Format.HYBRID),
+    "blocks of rows": te.recipe.Float8BlockScaling(w_block_scaling_dim=1),
+    "rows": te.recipe.Float8RowwiseScaling(),
+    "rows, weight gradients in 16 bits": te.recipe.Float8RowwiseScaling("high_precision"),
+    "blocks, dequantized": te.recipe.Float8BlockScaling(backward_override="dequantized"),
+}
+MIXED: dict[str | torch.nn.Module, te.recipe.Recipe | str | None] = {
+    "*": RECIPES["blocks"],
+    "*layernorm_qkv": RECIPES["current"],
+    "*proj": RECIPES["rows"],
+}
+
+
+def _mixed(dtype: torch.dtype) -> torch.nn.Module:
+    layer = _of("TransformerLayer", 64, 144, 4)(dtype)
+    te.recipe.by_layer(layer, MIXED)
+    return layer
+
+
+def recipes() -> Iterator[Case]:
+    """Layers under the other recipes, and one whose parts differ; a last block of 128 is not full. Not recorded."""
+    made = {
+        "Linear": (_of("Linear", 144, 272), (200, 144)),
+        "LayerNormMLP": (_of("LayerNormMLP", 144, 272, activation="swiglu", normalization="RMSNorm"), (1, 144)),
+        "TransformerLayer": (_of("TransformerLayer", 64, 144, 4), (67, 2, 64)),
+    }
+    for (label, recipe), (layer, (make, shape)) in product(RECIPES.items(), made.items()):
+        for dtype in HALVES:
+            run = partial(_trained, make, shape, dtype, recipe, {}, False)
+            yield Case(f"{layer} (FP8)", f"{short(dtype)}, {label}", run, live=True)
+    run = partial(_trained, _mixed, (67, 2, 64), torch.bfloat16, te.DelayedScaling(amax_history_len=3), {}, False)
+    yield Case("TransformerLayer (FP8)", "bf16, a recipe for each part", run, live=True)
+
+
 def cases() -> Iterator[Case]:
     yield from linears()
     yield from norms()
     yield from attention()
     yield from transformer_layers()
+    yield from recipes()
