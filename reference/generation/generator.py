@@ -48,6 +48,7 @@ from typing import Any, NamedTuple
 import torch
 
 from reference.arguments import MASK_TYPES
+from reference.float8.kept_tensor import KeptTensor
 from reference.generation.drafts import prompt_lookup
 from reference.generation.graphed_step import Found, GraphedStep, rows_of
 from reference.generation.sampling import Drawing, Sampling, drawing_of, next_tokens
@@ -139,8 +140,8 @@ class Generator:
         fp8_kv: the cache has FP8 codes of keys and values (`reference.nn.attentions.fp8_keys_values`); None is as
             `te.keys_and_values_in_fp8` has set the model's attention, so that its trainer computes the same words.
         cuda_graphs: replay steps of one token from a CUDA graph for each batch size, rounded up to a power of two.
-            `forward` must not wait for the GPU, and weights must stay where they are. Pages whose size
-            is no multiple of 128 are gathered up to max_sequence_length. On a CPU such steps read the
+            `forward` must not wait for the GPU, nor write a parameter, and weights must stay where they are. Pages
+            whose size is no multiple of 128 are gathered up to max_sequence_length. On a CPU such steps read the
             same fixed tensors, without a graph. Without drafts `step` then returns tokens one call later.
 
     Attributes:
@@ -198,7 +199,7 @@ class Generator:
             fp8_kv=any(core.fp8_kv for core in cores) if fp8_kv is None else fp8_kv,
         )
         self._forward = forward or self._forward_of_model
-        self._graphed = GraphedStep(self._next_of) if cuda_graphs else None
+        self._graphed = GraphedStep(self._next_of, self._weights) if cuda_graphs else None
         self._batch_first = cores[0].qkv_format == "bshd"
         self.waiting: deque[_Request] = deque()
         self.running: dict[int, _Request] = {}
@@ -213,6 +214,10 @@ class Generator:
             return self.model(tokens, inference_params=cache)  # type: ignore[no-any-return]
         where = {"position_ids": cache.positions[None], "use_cache": False}
         return self.model(input_ids=tokens, inference_params=cache, **where).logits  # type: ignore[no-any-return]
+
+    def _weights(self) -> list[torch.Tensor]:
+        """The memory of the model's parameters."""
+        return [one.codes if isinstance(one, KeptTensor) else one.detach() for one in self.model.parameters()]
 
     def _logits_of(self, tokens: torch.Tensor) -> torch.Tensor:
         """Logits [t, V] of tokens [t], whose places `pre_step` has said."""

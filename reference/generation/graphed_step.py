@@ -17,7 +17,7 @@ neither on how many there are.
 """
 
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +25,7 @@ import torch
 from reference.generation.sampling import Drawing, Sampling, limited_rows
 from reference.nn.attentions.inference import InferenceParams
 from reference.state import autocast
+from reference.support import unwritten
 
 
 class Found(NamedTuple):
@@ -50,10 +51,15 @@ def rows_of(sequences: int, most: int) -> int:
 
 
 class GraphedStep:
-    """Steps of `forward`, from tokens int64 [rows] to those that follow on them, drawn by a `Drawing` or None."""
+    """Steps of `forward`, from tokens int64 [rows] to those that follow on them, drawn by a `Drawing` or None.
 
-    def __init__(self, forward: Forward) -> None:
-        self._forward = forward
+    Args:
+        forward: the step.
+        weights: what it reads and no step writes; a product may load them before what it multiplies is there.
+    """
+
+    def __init__(self, forward: Forward, weights: Callable[[], Iterable[torch.Tensor]] = tuple) -> None:
+        self._forward, self._weights = forward, weights
         self.forget()
 
     def forget(self) -> None:
@@ -127,16 +133,17 @@ class GraphedStep:
         """
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        graph, waits = torch.cuda.CUDAGraph(), torch.cuda.get_sync_debug_mode()
+        graph, waits, stay = torch.cuda.CUDAGraph(), torch.cuda.get_sync_debug_mode(), tuple(self._weights())
         try:
             try:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore", UserWarning)  # PyTorch: the mode is a prototype
                     torch.cuda.set_sync_debug_mode("error")
-                self._forward(tokens, drawing)
+                with unwritten.held(stay):
+                    self._forward(tokens, drawing)
             finally:
                 torch.cuda.set_sync_debug_mode(waits)
-            with torch.cuda.graph(graph, pool=self._pool):
+            with torch.cuda.graph(graph, pool=self._pool), unwritten.held(stay):
                 losses = self.run(tokens, drawing)
         except RuntimeError as error:
             raise RuntimeError(
