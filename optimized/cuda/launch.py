@@ -23,6 +23,7 @@ import torch
 
 from optimized.cuda import compiler
 from optimized.cuda import device as device_checks
+from reference.support import unwritten
 
 _lock = threading.RLock()
 _modules: dict[tuple[Any, ...], Any] = {}
@@ -243,6 +244,18 @@ def function(
         if found is None:
             found = _kernels[configuration] = Kernel(kernel, name, dict(defines or {}), max_dynamic_smem, carveout)
         return found
+
+
+def leading(kernel: Kernel) -> Kernel:
+    """A kernel that a product follows on: where its weights are `unwritten`, the form that lets it start meanwhile."""
+    return leads(kernel) if unwritten.some() else kernel
+
+
+@functools.cache
+def leads(kernel: Kernel) -> Kernel:
+    """The form of a kernel that lets the next one start at once, if that is launched `early`."""
+    defines = {**kernel.defines, "LEADS": 1}
+    return function(kernel.kernel, kernel.name, defines, kernel.max_dynamic_smem, kernel.carveout)
 
 
 def launch(

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map_only
 from optimized.recordings.case import FP8, HALVES, Outputs
 from reference.inspect.recorded_step.ops import tensors_of
 from reference.numbers import formats
+from reference.support import unwritten
 
 (BF16, FP16), FP32 = HALVES, torch.float32
 E4M3, E5M2 = FP8
@@ -64,6 +65,16 @@ class Call(NamedTuple):
             return storages[storage._cdata].view(x.dtype).as_strided(x.shape, x.stride(), x.storage_offset())
 
         return self._replace(args=tree_map_only(torch.Tensor, there, self.args))
+
+
+def ahead(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` where nobody writes its tensors, so that a product's weights may be loaded early."""
+
+    def run(*args: Any) -> Any:
+        with unwritten.held(tensors_of(args)):
+            return function(*args)
+
+    return run
 
 
 class Inputs:

@@ -32,7 +32,8 @@ graph (graphed_step.py). Random words are computed on the host. Pages of a multi
 lie, others are gathered in each step (`reference.ops.attentions.attention_paged`).
 
 With `cuda_graphs` and without drafts the host is a step ahead: `step` launches the next one, and then reads what the
-one before it has found. A next step of one token of each running sequence needs no token on the host: the GPU has them.
+one before it has found. A next step of one token of each running sequence needs no token on the host: the GPU has them,
+and moves their places on. So such a step is a graph and a copy to the host, and little of Python for each sequence.
 Any other one, as for a request that can be admitted, for a page that somebody has to give up, or where a sequence gets
 its last token, is launched when the one before has been read. A sequence of which a stop token is read has another step
 on its way. What that finds is dropped; the keys that it writes lie behind the text's, where nobody reads them before
@@ -40,81 +41,25 @@ they are written again. It draws by the sequence's own seed and length, so no ot
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate, islice
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from itertools import accumulate
+from typing import Any
 
 import torch
 
-from reference.arguments import MASK_TYPES
+from reference.float8.kept_tensor import KeptTensor
+from reference.generation.cache_for import attention_of, cache_for
 from reference.generation.drafts import prompt_lookup
 from reference.generation.graphed_step import Found, GraphedStep, rows_of
+from reference.generation.requests import Batch, Completion, Flight, Request, Token
 from reference.generation.sampling import Drawing, Sampling, drawing_of, next_tokens
-from reference.nn.attentions.dot_product_attention import DotProductAttention
+from reference.generation.schedule import Schedule
 from reference.nn.attentions.inference import InferenceParams
 from reference.state import autocast
 from reference.support import pinned
 
 Forward = Callable[[torch.Tensor, InferenceParams], torch.Tensor]
 Draft = Callable[[Sequence[int], int], Sequence[int]]
-
-
-class Token(NamedTuple):
-    """What a step has found: the next token of request `name`, its log-probability, and why it is the last, if it is.
-
-    `ended` is None, "stop" (it is one of the request's stop tokens) or "length".
-    """
-
-    name: int
-    token: int
-    logprob: float
-    ended: str | None
-
-
-class Completion(NamedTuple):
-    """The new tokens of a request, their log-probabilities, and why they end."""
-
-    tokens: list[int]
-    logprobs: list[float]
-    ended: str
-
-
-@dataclass
-class _Request:
-    """A request, and `text`, its tokens so far: a prompt of `first` tokens and what was found."""
-
-    name: int
-    text: list[int]
-    limit: int
-    sampling: Sampling
-    stop: frozenset[int]
-    first: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.first = len(self.text)
-
-    @property
-    def left(self) -> int:
-        """How many tokens it may still get."""
-        return self.first + self.limit - len(self.text)
-
-
-class _Flight(NamedTuple):
-    """A step that was launched and not yet read: it draws counts[i] tokens of requests[i], one after the other."""
-
-    requests: list[_Request]
-    counts: list[int]
-    drafts: dict[int, list[int]]
-    tokens: torch.Tensor  # int64 on the device
-    graphed: bool  # whether they lie where the next step of so many rows reads its own
-    found: pinned.Fetched  # tokens and losses
-
-
-def _common(a: Sequence[int], b: Sequence[int], most: int) -> int:
-    """With how many equal tokens two texts begin, at most `most`."""
-    pairs = enumerate(islice(zip(a, b, strict=False), most))
-    return next((i for i, (x, y) in pairs if x != y), min(len(a), len(b), most))
 
 
 class Generator:
@@ -139,13 +84,13 @@ class Generator:
         fp8_kv: the cache has FP8 codes of keys and values (`reference.nn.attentions.fp8_keys_values`); None is as
             `te.keys_and_values_in_fp8` has set the model's attention, so that its trainer computes the same words.
         cuda_graphs: replay steps of one token from a CUDA graph for each batch size, rounded up to a power of two.
-            `forward` must not wait for the GPU, and weights must stay where they are. Pages whose size
-            is no multiple of 128 are gathered up to max_sequence_length. On a CPU such steps read the
+            `forward` must not wait for the GPU, nor write a parameter, and weights must stay where they are. Pages
+            whose size is no multiple of 128 are gathered up to max_sequence_length. On a CPU such steps read the
             same fixed tensors, without a graph. Without drafts `step` then returns tokens one call later.
 
     Attributes:
         cache: the `InferenceParams`.
-        waiting, running: requests by their state.
+        schedule, waiting, running: requests by their state.
     """
 
     def __init__(
@@ -165,54 +110,31 @@ class Generator:
         fp8_kv: bool | None = None,
         cuda_graphs: bool = False,
     ) -> None:
-        cores = [module for module in model.modules() if isinstance(module, DotProductAttention)]
-        kinds = {
-            (c.num_gqa_groups, c.hidden_size_per_attention_head_k, c.hidden_size_per_attention_head_v) for c in cores
-        }
-        if len(kinds) != 1 or any(MASK_TYPES[c.attn_mask_type][0] == "none" for c in cores):
-            raise ValueError(
-                f"Generator: model has {len(cores)} layers of attention, of {len(kinds)} kinds (key heads, channels of "
-                f"keys and of values) and the mask types {sorted({c.attn_mask_type for c in cores})}; one kind and "
-                f"causal types are accepted (Hugging Face's models get them by te.convert(model, blocks=True))."
-            )
         if prefill_tokens is not None and prefill_tokens < 1:
             raise ValueError(f"Generator: prefill_tokens={prefill_tokens}; None or 1 and more are accepted.")
-        parameter = next(model.parameters())
-        heads, k, v = kinds.pop()
-        wide = dtype or (torch.bfloat16 if parameter.dtype == torch.float32 else parameter.dtype)
-        pages = total_num_pages or max_batch_size * -(-max_sequence_length // page_size)
+        cores = attention_of(model)
         self.model, self.draft_tokens, self.draft, self.bos = model, draft_tokens, draft, bos
         self.prefill_tokens = prefill_tokens
-        self.cache = InferenceParams(
-            max_batch_size,
-            max_sequence_length,
-            heads,
-            k,
-            wide,
-            v,
-            is_paged=True,
-            total_num_pages=pages,
-            page_size=page_size,
-            qkv_format="thd",
-            device=parameter.device,
-            fp8_kv=any(core.fp8_kv for core in cores) if fp8_kv is None else fp8_kv,
-        )
+        sizes = (max_batch_size, max_sequence_length, page_size, total_num_pages)
+        self.cache = cache_for(next(model.parameters()), cores, *sizes, dtype, fp8_kv)
         self._forward = forward or self._forward_of_model
-        self._graphed = GraphedStep(self._next_of) if cuda_graphs else None
+        self._graphed = GraphedStep(self._next_of, self._weights) if cuda_graphs else None
         self._batch_first = cores[0].qkv_format == "bshd"
-        self.waiting: deque[_Request] = deque()
-        self.running: dict[int, _Request] = {}
-        self._kept: dict[tuple[str, int], list[int]] = {}  # prefixes of sequences that have ended, the oldest first
+        self.schedule = Schedule(self.cache, prefill_tokens)
         self._count = 0
-        self._flight: _Flight | None = None
+        self._flight: Flight | None = None
+        self._sure = 0  # steps that are surely nobody's last, nor that of a prompt
         self._tokens: list[Token] = []  # read, and not yet returned
-        self._stuck: int | None = None  # who waits until a running request is over, for lack of pages
 
     def _forward_of_model(self, tokens: torch.Tensor, cache: InferenceParams) -> torch.Tensor:
         if not hasattr(self.model, "prepare_inputs_for_generation"):  # as Hugging Face's models have it
             return self.model(tokens, inference_params=cache)  # type: ignore[no-any-return]
         where = {"position_ids": cache.positions[None], "use_cache": False}
         return self.model(input_ids=tokens, inference_params=cache, **where).logits  # type: ignore[no-any-return]
+
+    def _weights(self) -> list[torch.Tensor]:
+        """The memory of the model's parameters."""
+        return [one.codes if isinstance(one, KeptTensor) else one.detach() for one in self.model.parameters()]
 
     def _logits_of(self, tokens: torch.Tensor) -> torch.Tensor:
         """Logits [t, V] of tokens [t], whose places `pre_step` has said."""
@@ -222,6 +144,16 @@ class Generator:
     def _next_of(self, tokens: torch.Tensor, drawing: Drawing | None) -> Found:
         """What follows on tokens [t], whose places `pre_step` has said."""
         return Found(*next_tokens(self._logits_of(tokens), drawing))
+
+    @property
+    def waiting(self) -> deque[Request]:
+        """Requests that wait."""
+        return self.schedule.waiting
+
+    @property
+    def running(self) -> dict[int, Request]:
+        """Requests that run, by name."""
+        return self.schedule.running
 
     @property
     def busy(self) -> bool:
@@ -247,19 +179,19 @@ class Generator:
         self.waiting.append(request)
         return request.name
 
-    def _request(self, prompt: Iterable[int], limit: int, sampling: Sampling | None, stop: Iterable[int]) -> _Request:
+    def _request(self, prompt: Iterable[int], limit: int, sampling: Sampling | None, stop: Iterable[int]) -> Request:
         """A request under a new name, which is not in the queue yet."""
         text = [*([] if self.bos is None else [self.bos]), *map(int, prompt)]
         if not text:
             raise ValueError("Generator.add: prompt is empty; a token is accepted, or a Generator with bos.")
-        most = min(self.cache.max_sequence_length, self.pages.count * self.pages.size)
+        most = self.schedule.most
         if limit < 1 or len(text) + limit > most:
             raise ValueError(
                 f"Generator.add: a text of {len(text)} tokens with max_new_tokens={limit}; 1 or more are accepted, and "
                 f"together {most} (max_sequence_length, and what all pages hold)."
             )
         self._count += 1
-        return _Request(self._count, text, limit, sampling or Sampling(), frozenset(map(int, stop)))
+        return Request(self._count, text, limit, sampling or Sampling(), frozenset(map(int, stop)))
 
     def generate(
         self,
@@ -300,37 +232,19 @@ class Generator:
         except BaseException:
             self.forget()
             raise
-        one = self.running.pop(name, None)
-        if one is not None:
-            self.waiting.appendleft(one)
-            self._leave(name)
+        self.schedule.evict(name)
 
     def cancel(self, name: int) -> None:
         """Forget a request that is running or waits, and its tokens that no call has returned yet."""
-        if self.running.pop(name, None) is not None:
-            self._leave(name)
-        self.waiting = deque(one for one in self.waiting if one.name != name)
+        self.schedule.cancel(name)
         self._tokens = [token for token in self._tokens if token.name != name]
-
-    def _leave(self, name: int) -> None:
-        """A request that runs no longer gives up its pages."""
-        self._stuck = None
-        if name in self.pages.lengths:
-            self.cache.drop(name)
 
     def forget(self) -> None:
         """Forget all keys and values, as after a change of the model's weights; running requests wait again.
 
         Their next tokens then follow on keys and values of the new weights.
         """
-        waiting = {one.name for one in self.waiting}  # an error in between leaves a request in both
-        for name in list(self.running)[::-1]:
-            one = self.running.pop(name)
-            if name not in waiting:
-                self.waiting.appendleft(one)
-        self._kept.clear()
-        self.cache.reset()
-        self._stuck = None
+        self.schedule.forget()
         flight, self._flight = self._flight, None
         try:
             if flight is not None:
@@ -366,10 +280,11 @@ class Generator:
                 before, self._flight = self._flight, self._one_more()
                 self._read(before)
             else:
+                self._sure = 0
                 self._read()
-                self._admit()
+                self.schedule.admit()
                 drafts = self._drafts()
-                self._make_room(drafts)
+                self.schedule.make_room(drafts)
                 self._flight = self._launched(drafts) if self.running else None
             if not ahead:
                 self._read()
@@ -384,64 +299,12 @@ class Generator:
         """The cache's page table."""
         return self.cache.pages
 
-    def _missing(self, request: _Request) -> list[int]:
-        """Tokens of a request that are not in the cache."""
-        return request.text[self.pages.lengths.get(request.name, 0) :]
-
-    def _fits(self, extra: dict[int, list[int]]) -> bool:
-        """Whether pages suffice for a step of all running requests with `extra` tokens; prefixes may go for it."""
-        lengths, piece = self.pages.lengths, self.prefill_tokens
-        steps = {name: len(one.text) - lengths.get(name, 0) for name, one in self.running.items()}
-        if piece is not None:
-            steps = {name: min(n, piece) for name, n in steps.items()}
-        for name in steps.keys() & extra.keys():
-            steps[name] += len(extra[name])
-        return self._room(steps)
-
-    def _room(self, steps: dict[int, int]) -> bool:
-        """Whether pages suffice for these new tokens; prefixes may go for it."""
-        while self.pages.needed(steps) > len(self.pages.free):
-            if not self._kept:
-                return False
-            oldest = next(iter(self._kept))
-            del self._kept[oldest]
-            self.cache.drop(oldest)
-        return True
-
-    def _admit(self) -> None:
-        while self.waiting and len(self.running) < self.cache.max_batch_size:
-            one = self.waiting[0]
-            source, tokens = self._prefix(one.text)
-            most = len(one.text) - 1
-            if any(_common(one.text, r.text, most) >= tokens + self.pages.size for r in self.running.values()):
-                return  # this step computes more of its prefix, so the next one need not
-            if tokens:
-                self.cache.share(one.name, source, tokens)
-            self.running[one.name] = one
-            if not self._fits({}):
-                self.running.pop(one.name)
-                if tokens:
-                    self.cache.drop(one.name)
-                self._stuck = one.name
-                return
-            self.waiting.popleft()
-
-    def _prefix(self, text: list[int]) -> tuple[Any, int]:
-        """The sequence in the cache that begins like a text, and with how many tokens: a page at least, or 0."""
-        texts: dict[Any, list[int]] = {**self._kept, **{name: r.text for name, r in self.running.items()}}
-        best: tuple[Any, int] = (None, 0)
-        for name, length in self.pages.lengths.items():
-            tokens = _common(text, texts[name], min(len(text) - 1, length))
-            if tokens >= max(self.pages.size, best[1] + 1):
-                best = (name, tokens)
-        return best
-
     def _drafts(self) -> dict[int, list[int]]:
         """Drafts of requests whose prompt is in the cache, for tokens that they may still get beside the next one."""
         if not self.draft_tokens:
             return {name: [] for name in self.running}
         counts = {
-            name: min(self.draft_tokens, one.left - 1) if len(self._missing(one)) == 1 else 0
+            name: min(self.draft_tokens, one.left - 1) if len(self.schedule.missing(one)) == 1 else 0
             for name, one in self.running.items()
         }
         names = [name for name, count in counts.items() if count > 0]
@@ -451,55 +314,58 @@ class Generator:
         drafts = {name: [int(x) for x in one][: counts[name]] for name, one in zip(names, found, strict=True)}
         return {name: drafts.get(name, []) for name in self.running}
 
-    def _make_room(self, drafts: dict[int, list[int]]) -> None:
-        if self._fits(drafts):
-            return
-        drafts.update({name: [] for name in drafts})
-        while not self._fits(drafts):
-            self.evict(next(reversed(self.running)))
-
     def _goes_on(self) -> bool:
-        """Whether the next step is one more token of each running request, whatever the step on its way draws."""
-        if self._flight is None or not self.running:
-            return False
-        if self.waiting and len(self.running) < self.cache.max_batch_size and self.waiting[0].name != self._stuck:
-            return False
-        lengths = self.pages.lengths
-        if any(one.left < 2 or lengths.get(name) != len(one.text) for name, one in self.running.items()):
-            return False  # it is over then, or its prompt is not yet in the cache
-        return self._room(dict.fromkeys(self.running, 1))
+        """Whether the next step is one more token of each running request, whatever the step on its way draws.
 
-    def _one_more(self) -> _Flight:
+        If so, the cache has room for it, and knows of it.
+        """
+        if self._flight is None or not self.running or self.schedule.may_admit():
+            return False
+        if self._sure:
+            self._sure -= 1
+        else:
+            lengths, least = self.pages.lengths, min(one.left for one in self.running.values())
+            if least < 2 or any(lengths.get(name) != len(one.text) for name, one in self.running.items()):
+                return False  # it is over then, or its prompt is not yet in the cache
+            self._sure = least - 2
+        names = self.schedule.batch().names
+        if self.cache.step_again(names):
+            return True
+        steps: dict[Hashable, int] = dict.fromkeys(names, 1)
+        fits = self.schedule.room(steps)
+        if fits:
+            self.cache.pre_step(steps)
+        return fits
+
+    def _one_more(self) -> Flight:
         """Launch a step of the tokens that the step on its way draws."""
-        flight, requests = self._flight, list(self.running.values())
+        flight, batch = self._flight, self.schedule.batch()
         assert flight is not None
         assert self._graphed is not None
-        self.cache.pre_step(dict.fromkeys(self.running, 1))
-        tokens = None
-        if not (flight.graphed and len(requests) == len(flight.requests)):  # others, or other rows
-            rows = dict(zip((one.name for one in flight.requests), range(len(flight.requests)), strict=True))
-            at = [rows[name] for name in self.running]
+        tokens, before = None, flight.batch
+        if flight.held is None or len(batch.names) != len(before.names):  # others, or other rows
+            rows = dict(zip(before.names, range(len(before.names)), strict=True))
+            at = [rows[name] for name in batch.names]
             at += at[:1] * (rows_of(len(at), self.cache.max_batch_size) - len(at))
             tokens = flight.tokens.index_select(
                 0, pinned.sent(torch.tensor(at, dtype=torch.int64, device="cpu"), self.cache.device)
             )
-        positions = [len(one.text) + 1 for one in requests]
-        each = self._graphed(tokens, [one.sampling for one in requests], positions, self.cache)
-        return self._started(requests, [1] * len(requests), {}, each, True)
+        positions = list(self.cache.sequences.values())
+        return Flight.of_graph(batch, self._graphed(tokens, batch.settings, positions, self.cache))
 
-    def _launched(self, drafts: dict[int, list[int]]) -> _Flight | None:
+    def _launched(self, drafts: dict[int, list[int]]) -> Flight | None:
         """Launch the forward of all running requests and their drafts, and their draws; None if there are none."""
-        running = list(self.running.values())
-        missing = [self._missing(one) for one in running]
+        batch = self.schedule.batch()
+        running = batch.requests
+        missing = [self.schedule.missing(one) for one in running]
         new = [text[: self.prefill_tokens] for text in missing]
         ready = [len(part) == len(text) for part, text in zip(new, missing, strict=True)]
         new = [part + drafts[one.name] for part, one in zip(new, running, strict=True)]
         self.cache.pre_step({one.name: len(tokens) for one, tokens in zip(running, new, strict=True)})
         packed = [x for one in new for x in one]
         if self._graphed is not None and len(packed) == len(running) and all(ready):
-            positions, counts = [len(one.text) for one in running], [1] * len(running)
-            each = self._graphed(packed, [one.sampling for one in running], positions, self.cache)
-            return self._started(running, counts, drafts, each, True)
+            positions = [len(one.text) for one in running]
+            return Flight.of_graph(batch, self._graphed(packed, batch.settings, positions, self.cache))
         logits = self._logits_of(torch.tensor(packed, dtype=torch.int64, device=self.cache.device))
         if not any(ready):
             return None
@@ -511,51 +377,24 @@ class Generator:
             logits = logits.index_select(0, pinned.sent(at, logits.device))
         settings = [one.sampling for one, n in zip(running, counts, strict=True) for _ in range(n)]
         positions = [len(one.text) + i for one, n in zip(running, counts, strict=True) for i in range(n)]
-        each = Found(*next_tokens(logits, drawing_of(settings, positions, logits.device)))
-        drawn = [(one, n) for one, n in zip(running, counts, strict=True) if n]
-        return self._started([one for one, _ in drawn], [n for _, n in drawn], drafts, each, False)
+        tokens, losses = next_tokens(logits, drawing_of(settings, positions, logits.device))
+        drawn = Batch([one for one, n in zip(running, counts, strict=True) if n])
+        return Flight(drawn, [n for n in counts if n], drafts, tokens, None, pinned.Fetched(tokens, losses))
 
-    def _started(
-        self, requests: list[_Request], counts: list[int], drafts: dict[int, list[int]], each: Found, graphed: bool
-    ) -> _Flight:
-        """A step on its way, with a copy to the host behind it."""
-        total = sum(counts)
-        copies = pinned.Fetched(*(x[:total] for x in each))
-        return _Flight(requests, counts, drafts, each.tokens, graphed, copies)
-
-    def _read(self, flight: _Flight | None = None) -> None:
+    def _read(self, flight: Flight | None = None) -> None:
         """Wait for a step, by default the one on its way, and take its tokens; of requests that run no longer, none."""
         if flight is None:
             flight, self._flight = self._flight, None
         if flight is None:
             return
-        found, losses = flight.found.wait()
-        tokens, logprobs = found.tolist(), (-losses).tolist()
+        tokens, logprobs = flight.wait()
+        if self._flight is not None and self._flight.batch is flight.batch:  # all go on, and this is nobody's last
+            self._tokens += self.schedule.take_all(flight.batch, tokens, logprobs)
+            return
         at = 0
-        for one, n in zip(flight.requests, flight.counts, strict=True):
+        for one, n in zip(flight.batch.requests, flight.counts, strict=True):
             if one.name in self.running:
                 drawn = slice(at, at + n)
-                self._take(one, tokens[drawn], logprobs[drawn], flight.drafts.get(one.name, []))
+                its = (tokens[drawn], logprobs[drawn], flight.drafts.get(one.name, []))
+                self._tokens += self.schedule.take(one, *its)
             at += n
-
-    def _take(self, one: _Request, tokens: list[int], logprobs: list[float], draft: list[int]) -> None:
-        """Add to a request's text the next token, and those after it as far as the draft was right."""
-        last = len(tokens) - 1
-        for i, token in enumerate(tokens):
-            one.text.append(token)
-            ended = "stop" if token in one.stop else None if one.left else "length"
-            self._tokens.append(Token(one.name, token, logprobs[i], ended))
-            if ended:
-                break
-            if i == last:
-                return
-            if draft[i] != token:
-                break
-        if i < last:
-            self.cache.cut(one.name, len(one.text) - 1)
-        if ended:
-            kept = ("kept", one.name)
-            self.cache.share(kept, one.name, len(one.text) - 1)
-            self._kept[kept] = one.text
-            del self.running[one.name]
-            self._leave(one.name)

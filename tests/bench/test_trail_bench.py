@@ -17,6 +17,7 @@ def test_the_whole_benchmark_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = replace(trail.SETTINGS, sequence=16, hidden=32, heads=2, rows=2, layers=1, vocabulary=256)
     told: list[float] = []
     monkeypatch.setattr(trail, "STEPS", 2)
+    monkeypatch.setattr(trail, "LARGE_STEPS", 1)
     monkeypatch.setattr(measure, "interleave", lambda calls, repeats, ahead: {name: [0.5] * repeats for name in calls})
     written: list[int] = []
     close = trail.TrailWriter.close
@@ -31,7 +32,8 @@ def test_the_whole_benchmark_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     payload = json.loads(json.dumps(found))
     assert told == sorted(told)
     assert told[-1] == 1
-    every, tenth = written
+    of_large_steps, every, tenth = written
+    assert of_large_steps == 3 + 2 * (trail.UNCOUNTED + 1) + trail.ALONE
     assert every == 3 + 2 * (trail.UNCOUNTED + 2) + trail.ALONE  # two rounds, of which the first is not counted
     assert tenth == (every - trail.ALONE) // 10
     model = trail.Trainer(settings, training_text.corpus(), "cpu").model
@@ -40,10 +42,12 @@ def test_the_whole_benchmark_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert payload["tensors"] > 2 * len(list(model.parameters()))
     assert 32 * payload["tensors"] < payload["bytes_a_line"] < 40 * payload["tensors"] + 1000
     (table,) = trail.tables(payload)
-    without = payload["rows"][0]["ms"]["median"]
-    assert table.rows == tuple(
-        (row["name"], f"{row['ms']['median']:.2f}", f"{row['ms']['median'] / without:.3f}×") for row in payload["rows"]
-    )
-    assert [row[0] for row in table.rows] == ["without", *trail.EVERY]
+    names = [(settings.tokens, name) for name in ("without", *trail.EVERY)]
+    names += [(trail.ACCUMULATE * settings.tokens, name) for name in ("without", next(iter(trail.EVERY)))]
+    assert [(row["tokens"], row["name"]) for row in payload["rows"]] == names
+    assert [row[0] for row in table.rows] == [f"{tokens:,} bytes a step, {name}" for tokens, name in names]
+    ms = [row["ms"]["median"] for row in payload["rows"]]
+    ratios = [one / ms[0 if i < 3 else 3] for i, one in enumerate(ms)]
+    assert [row[1:] for row in table.rows] == [(f"{a:.2f}", f"{b:.3f}×") for a, b in zip(ms, ratios, strict=True)]
     (fast,) = trail.tables(payload | {"bytes": 2 * 10**9})
     assert "2.00 GB: 0.50 ms of the GPU (4.0 TB/s)" in fast.note

@@ -14,7 +14,7 @@ from shared.text_models import ROOM, VOCABULARY, Model, alone, check, model_of, 
 
 import optimized  # noqa: F401  (registers the CUDA implementations)
 import reference as te
-from reference.generation.generator import Completion
+from reference.generation.requests import Completion
 
 OF_ONE_TOKEN = [te.recipe.Float8RowwiseScaling(), te.recipe.MXFP8BlockScaling()]
 
@@ -208,8 +208,8 @@ def test_memory_for_one_sequence_is_enough() -> None:
     """Three sequences share three pages: they are evicted and come again."""
     model, prompts = model_of("plain"), [[2, 3, 4], [5, 4, 3, 2], [3]]
     made, evicted = generator(model, page_size=4, total_num_pages=4), []
-    inner = made.evict
-    made.evict = lambda name: evicted.append(name) or inner(name)  # type: ignore[method-assign]
+    inner = made.schedule.evict
+    made.schedule.evict = lambda name: evicted.append(name) or inner(name)  # type: ignore[method-assign]
     for prompt, one in zip(prompts, made.generate(prompts, 12), strict=True):
         check(model, prompt, one, 12, te.Sampling())
     assert evicted

@@ -13,7 +13,7 @@ from shared.text_models import ROOM, alone, check, model_of
 
 import optimized  # noqa: F401  (registers the CUDA implementations)
 import reference as te
-from reference.generation.graphed_step import Captured, GraphedStep, rows_of
+from reference.generation.graphed_step import GraphedStep, rows_of
 from reference.generation.sampling import Drawing
 from reference.nn.attentions.fixed_step import FixedStep
 
@@ -94,9 +94,9 @@ class _Counts:
     def __init__(self, made: te.Generator) -> None:
         assert made._graphed is not None
         self.captures = 0
-        capture: Callable[[torch.Tensor, Drawing | None], Captured] = made._graphed.capture
+        capture = made._graphed.capture
 
-        def counted(tokens: torch.Tensor, drawing: Drawing | None) -> Captured:
+        def counted(tokens: FixedStep, drawing: Drawing | None) -> Callable[[], object]:
             self.captures += 1
             return capture(tokens, drawing)
 

@@ -13,7 +13,7 @@ from shared.text_models import ROOM, alone, model_of, whole
 
 import optimized  # noqa: F401  (registers the CUDA implementations)
 import reference as te
-from reference.generation.generator import Token
+from reference.generation.requests import Token
 from reference.support import pinned
 
 COUNT = 9
@@ -41,10 +41,10 @@ def every_page_is_somebodys(made: te.Generator) -> None:
     """Pages are free or of a prefix that is kept: what an ended sequence's last step wrote belongs to nobody."""
     pages = made.pages
     owned = {page for name in pages.of for page in pages.of[name]}
-    assert pages.of.keys() == made._kept.keys()
+    assert pages.of.keys() == made.schedule.kept.keys()
     assert len(pages.free) + len(owned) == pages.count
     assert not owned & set(pages.free)
-    assert all(pages.lengths[name] == len(text) - 1 for name, text in made._kept.items())
+    assert all(pages.lengths[name] == len(text) - 1 for name, text in made.schedule.kept.items())
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
@@ -231,22 +231,22 @@ def test_who_is_evicted_may_have_ended_with_the_step_on_its_way() -> None:
     assert not made.busy
 
 
-@pytest.mark.parametrize("where", ["evict", "step", "_fits"])
+@pytest.mark.parametrize("where", ["evict", "step", "fits"])
 def test_an_error_in_between_leaves_each_request_once(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the generator goes on, with every word."""
     model, prompts = model_of("plain"), ([2, 3], list(range(2, 22)))
     made = generator(model)
     names = [made.add(prompt, 5) for prompt in prompts]
     words: list[Token] = []
-    if where != "_fits":
+    if where != "fits":
         words += [*made.step(), *made.step()]
 
     def fails(*_: Any, **__: Any) -> Any:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        if where == "_fits":
-            patched.setattr(made, "_fits", fails)
+        if where == "fits":
+            patched.setattr(made.schedule, "fits", fails)
         else:
             patched.setattr(pinned.Fetched, "wait", fails)
         with pytest.raises(KeyboardInterrupt):

@@ -1,12 +1,11 @@
 """A CUDA graph of a generator's step, imitated on a CPU."""
 
+from collections.abc import Callable
 from typing import Any
 
-import torch
-
 import reference as te
-from reference.generation.graphed_step import Captured
 from reference.generation.sampling import Drawing
+from reference.nn.attentions.fixed_step import FixedStep
 
 
 class Frozen:
@@ -19,7 +18,7 @@ class Frozen:
         made._graphed.capture = self.capture  # type: ignore[method-assign]
         made._graphed.can_capture = lambda device: True  # type: ignore[method-assign]
 
-    def capture(self, tokens: torch.Tensor, drawing: Drawing | None) -> Captured:
+    def capture(self, fixed: FixedStep, drawing: Drawing | None) -> Callable[[], None]:
         self.captures += 1
         cache, said = self.cache, {}
         step_of, check = cache.step_of, cache.check
@@ -30,7 +29,7 @@ class Frozen:
             return said[core.layer_number]
 
         cache.step_of = seen  # type: ignore[method-assign]
-        losses = self.forward(tokens, drawing).losses
+        self.forward(fixed.tokens, drawing)
         cache.step_of = step_of  # type: ignore[method-assign]
 
         def replay() -> None:
@@ -39,8 +38,8 @@ class Frozen:
             cache.step_of = lambda core, *rest: said[core.layer_number]  # type: ignore[method-assign]
             cache.check = lambda *rest: None  # type: ignore[method-assign]
             try:
-                losses.copy_(self.run(tokens, drawing))
+                self.run(fixed, drawing)
             finally:
                 cache.step_of, cache.check = step_of, check  # type: ignore[method-assign]
 
-        return Captured(replay, losses)
+        return replay

@@ -82,7 +82,7 @@ class Engine:
         self.generator = te.Generator(model, **options)
         for i in range(batch):
             self.generator.add([i] * (context - LEFT), LEFT)
-        self.generator._admit()
+        self.generator.schedule.admit()
         running = self.generator.running.items()
         fill(self.generator.cache, len(model.layers), {name: len(one.text) - 1 for name, one in running})
         self.block(3)  # the first is launched op by op, the second is captured

@@ -10,6 +10,7 @@
 // blocks that loop are up to 5 % slower.
 #include "common/wide.cuh"
 #include "common/quantize.cuh"
+#include "ptx/grid.cuh"
 
 using namespace twin;
 
@@ -38,6 +39,9 @@ __device__ __forceinline__ void store_codes(unsigned char* q, const Vector<kLane
 extern "C" __global__ void __launch_bounds__(kThreads)
     cast(const wide_t* __restrict__ x, const float* __restrict__ scale_slot, float* amax_slot,
          unsigned char* __restrict__ q, float* __restrict__ scale_inv, long long count) {
+#ifdef LEADS
+    let_next_grid_start();  // a product, which loads its weights meanwhile (optimized/cuda/launch.py, `leading`)
+#endif
     const float scale = *scale_slot;
     const long long vectors = count / kLanes;
     const long long first = static_cast<long long>(blockIdx.x) * kThreads * kUnroll + threadIdx.x;

@@ -10,8 +10,12 @@
 // rows of M (or N): [64 k][64 m], 8 KB, swizzled by 128 bytes.
 //
 // Defines: FORMAT (BF16 | FP16), OUT (BF16 | FP16 | FP32), TRANSPOSE_A, TRANSPOSE_B (1: MN-major), ACCUMULATE (0 | 1),
-// WARPGROUPS (1 | 2), BLOCK_N, NARROW (of some tiles: gemm_tile.cuh), STAGES, CLUSTER (1, or 2 blocks that share B).
+// WARPGROUPS (1 | 2), BLOCK_N, NARROW (of some tiles: gemm_tile.cuh), STAGES, CLUSTER (1, or 2 blocks that share B),
+// EARLY (0 | 1: at most one tile of rows, neither transposed; the kernel may be launched early if nobody writes B).
 #include "gemm_16.cuh"
+#ifndef EARLY
+#define EARLY 0
+#endif
 
 using namespace twin;
 
@@ -21,6 +25,7 @@ struct Config {
     static constexpr bool kTransposeA = TRANSPOSE_A, kTransposeB = TRANSPOSE_B, kAccumulate = ACCUMULATE;
     static constexpr int kWarpgroups = WARPGROUPS, kBlockN = BLOCK_N, kNarrow = NARROW;
     static constexpr int kStages = STAGES, kCluster = CLUSTER;
+    static constexpr bool kEarly = EARLY;
 };
 
 extern "C" __global__ void TWIN_CLUSTER(CLUSTER) __launch_bounds__(128 * (Config::kWarpgroups + 1), 1)

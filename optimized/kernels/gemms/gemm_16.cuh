@@ -3,6 +3,7 @@
 
 #include "gemm_mainloop.cuh"
 #include "common/transpose.cuh"
+#include "ptx/grid.cuh"
 
 namespace twin {
 
@@ -35,11 +36,24 @@ struct Gemm16 {
         }
     }
 
+    // kEarly: the first stages' B is copied before the grid before has ended; A's box has a_rows rows, those that exist.
     static __device__ __forceinline__ void produce(const CUtensorMap* a_map, const CUtensorMap* b_map, unsigned shared,
-                                                   const Tiles& tiles, int k_blocks) {
+                                                   const Tiles& tiles, int k_blocks, int a_rows = kBlockM) {
         constexpr int kShare = kBlockN / Config::kCluster;  // rows of B that this block copies
         const int first = tiles.rank * kShare;
         typename Map::Ring ring(shared + Map::kBarriers);
+        int ahead = 0;  // k-blocks whose B is on its way
+        if constexpr (Config::kEarly) {
+            static_assert(Config::kCluster == 1 && !Config::kTransposeA && !Config::kTransposeB, "few rows of A");
+            const Tile tile = tiles[tiles.first()];
+            tile_of_stage<Map>(shared, 0) = tile;
+            for (; ahead < min(Map::kStages, k_blocks); ahead++) {
+                mbarrier_arrive_expect_tx(ring.full(ahead), a_rows * kStageRowBytes + Map::kBBytes);
+                load_operand<false, false>(shared + Map::kB + ahead * Map::kBBytes, b_map, ring.full(ahead),
+                                           tile.column, ahead * kBlockK, kBlockN);
+            }
+            wait_for_grid_before();
+        }
         for (int index = tiles.first(); index < tiles.count(); index = tiles.next(index)) {
             const Tile tile = tiles[index];
             for (int kb = 0; kb < k_blocks; kb++, ring.advance()) {
@@ -47,9 +61,16 @@ struct Gemm16 {
                 const unsigned full = ring.full();
                 const unsigned a = shared + Map::kA + stage * Map::kABytes;
                 const unsigned b = shared + Map::kB + stage * Map::kBBytes + first * kStageRowBytes;
+                if constexpr (Config::kEarly) {
+                    if (ahead > 0) {
+                        load_operand<false, false>(a, a_map, full, tile.row, kb * kBlockK, kBlockM);
+                        ahead--;
+                        continue;
+                    }
+                }
                 ring.wait_empty();
                 if (kb == 0) tile_of_stage<Map>(shared, stage) = tile;
-                ring.expect(Map::kABytes + Map::kBBytes);
+                ring.expect((Config::kEarly ? a_rows * kStageRowBytes : Map::kABytes) + Map::kBBytes);
                 load_operand<Config::kTransposeA, false>(a, a_map, full, tile.row, kb * kBlockK, kBlockM);
                 load_operand<Config::kTransposeB, (Config::kCluster > 1)>(b, b_map, full, tile.column + first,
                                                                           kb * kBlockK, kShare);
@@ -178,7 +199,8 @@ struct Gemm16 {
                                                int tile_count) {
         const Tiles tiles(m, n, tile_count);
         const int k_blocks = (k + kBlockK - 1) / kBlockK;
-        const auto producing = [&] { produce(&a_map, &b_map, shared, tiles, k_blocks); };
+        if constexpr (Config::kEarly) let_next_grid_start();
+        const auto producing = [&] { produce(&a_map, &b_map, shared, tiles, k_blocks, m); };
         const auto consuming = [&] {
             BiasStore epilogue(out, bias, bias_type, m, n);
             FastMainloop<Map, Issue, kNarrow> mainloop(shared, k_blocks);

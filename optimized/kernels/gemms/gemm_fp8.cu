@@ -15,8 +15,12 @@
 //
 // Defines: A_FORMAT, B_FORMAT (E4M3 | E5M2), OUT (BF16 | FP16 | FP32), PROMOTION (OneChain | Added), ACCUMULATE (0 | 1),
 // WARPGROUPS (1 | 2), BLOCK_N, NARROW (of some tiles: gemm_tile.cuh), STAGES, CLUSTER (1, or 2 blocks that share B, or A
-// with ACROSS), RUN (columns of a thread: 8, or 4 where N or BLOCK_N is not a multiple of 32).
+// with ACROSS), RUN (columns of a thread: 8, or 4 where N or BLOCK_N is not a multiple of 32), EARLY (0 | 1: the kernel may
+// be launched early if nobody writes B).
 #include "gemm_fp8_mainloop.cuh"
+#ifndef EARLY
+#define EARLY 0
+#endif
 
 using namespace twin;
 
@@ -25,7 +29,7 @@ struct Config : GemmDefaults {
     using B = B_FORMAT;
     using Out = OUT;
     using Promotion = PROMOTION;
-    static constexpr bool kAccumulate = ACCUMULATE, kAcross = ACROSS;
+    static constexpr bool kAccumulate = ACCUMULATE, kAcross = ACROSS, kEarly = EARLY;
     static constexpr int kWarpgroups = WARPGROUPS, kBlockN = BLOCK_N, kNarrow = NARROW;
     static constexpr int kStages = STAGES, kCluster = CLUSTER, kRun = RUN;
     // Split with few columns: two k-blocks share a stage, which halves its cost beside the wgmma.
@@ -43,6 +47,7 @@ extern "C" __global__ void TWIN_CLUSTER(CLUSTER) __launch_bounds__(128 * (Config
     const unsigned shared = shared_address(memory);
     const Gemm::Tiles tiles(m, n, tile_count);
     const int k_blocks = (k + Gemm::kBlockK - 1) / Gemm::kBlockK;
+    if constexpr (Config::kEarly) let_next_grid_start();
     const auto producing = [&] {
         Gemm::produce<Config::kProducers>(maps, shared, tiles, 0, k_blocks, m, n, [&](const Tile& tile, int kb) {
             if constexpr (Config::kAccumulate)
@@ -50,6 +55,7 @@ extern "C" __global__ void TWIN_CLUSTER(CLUSTER) __launch_bounds__(128 * (Config
         });
     };
     const auto consuming = [&] {
+        if constexpr (Config::kEarly) wait_for_grid_before();
         Epilogue epilogue(out, bias, bias_type, m, n);
         Loop mainloop(shared, k_blocks);
         epilogue.scale = __fmul_rn(*a_scale_inv, *b_scale_inv);

@@ -11,8 +11,11 @@
 //
 // Defines: EPILOGUE, STEPS (k-blocks over which it is spread), DROP (0: nothing is dropped), OUT (BF16 | FP16: T), of
 // gemm_fp8.cu A_FORMAT, B_FORMAT, WARPGROUPS, BLOCK_N, STAGES, CLUSTER and RUN, and B_HALVES (2 where BiasActivation is
-// gated, else 1). BiasActivation: WIDE (1 bf16, 2 fp16: T), KIND (activation.cuh) and FP8 (quantize.cuh).
+// gated, else 1), EARLY as there. BiasActivation: WIDE (1 bf16, 2 fp16: T), KIND (activation.cuh) and FP8 (quantize.cuh).
 #include "gemm_dropout.cuh"
+#ifndef EARLY
+#define EARLY 0
+#endif
 #ifdef KIND  // BiasActivation: what it includes is compiled for one KIND
 #include "gemm_activation.cuh"
 #endif
@@ -27,7 +30,7 @@ struct Config : GemmDefaults {
     static constexpr int kWarpgroups = WARPGROUPS, kBlockN = BLOCK_N, kNarrow = BLOCK_N;
     static constexpr int kStages = STAGES, kCluster = CLUSTER, kRun = RUN, kBHalves = B_HALVES, kRasterRows = 16;
     static constexpr int kSteps = STEPS;
-    static constexpr bool kDrop = DROP;
+    static constexpr bool kDrop = DROP, kEarly = EARLY;
 };
 using Gemm = GemmFP8<Config>;
 using Epilogue = EPILOGUE<Gemm>;
@@ -42,14 +45,19 @@ extern "C" __global__ void TWIN_CLUSTER(CLUSTER) __launch_bounds__(128 * (Config
     auto& epilogue_shared = *reinterpret_cast<Epilogue::Shared*>(memory + Gemm::Map::kBytes);
     const Gemm::Tiles tiles(m, n / Gemm::kBHalves);
     const int k_blocks = (k + Gemm::kBlockK - 1) / Gemm::kBlockK;
+    if constexpr (Config::kEarly) let_next_grid_start();
     SteppedMainloop<Gemm> mainloop(shared, k_blocks);
     const auto producing = [&] { Gemm::produce(maps, shared, tiles, 0, k_blocks, m, n); };
     const auto consuming = [&] {
+        if constexpr (Config::kEarly) wait_for_grid_before();
         const float scale = __fmul_rn(*a_scale_inv, *b_scale_inv);
         Epilogue epilogue(arguments, epilogue_shared, memory, scale, m, n, k_blocks);
         consume<Gemm::kAcc>(mainloop, epilogue);
     };
     if (threadIdx.x == 0) Epilogue::init(epilogue_shared);
     run_block<Gemm::Map, Epilogue::kConsumerRegisters, 504 - 2 * Epilogue::kConsumerRegisters>(
-        shared, maps.a, maps.b, producing, consuming, [&] { Epilogue::assist(arguments, epilogue_shared, tiles, n); });
+        shared, maps.a, maps.b, producing, consuming, [&] {
+            if constexpr (Config::kEarly) wait_for_grid_before();
+            Epilogue::assist(arguments, epilogue_shared, tiles, n);
+        });
 }

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "gemm_mainloop.cuh"
+#include "ptx/grid.cuh"
 
 namespace twin {
 
@@ -18,6 +19,7 @@ struct GemmDefaults {
     static constexpr int kRasterRows = 8;      // gemm_tile.cuh
     static constexpr int kBesideBytes = 0;     // of a k-block in shared memory that the configuration copies itself
     static constexpr bool kContinues = false;  // a tile's accumulators hold what its first k-block adds to
+    static constexpr bool kEarly = false;      // the first stages' B is copied before the grid before has ended
 };
 
 // How the copy engine reads A and B: in boxes of a part's rows and, at the matrix's edge, in boxes of the remaining
@@ -66,6 +68,20 @@ struct GemmFP8 {
     static constexpr int kPartRows = kBlockN / kParts;
     static constexpr int kPartRowsA = kBlockM / kSharingA;
 
+    // The parts of B of one k-block, from `k` on, that no other block of the cluster copies.
+    template <int kMine>
+    static __device__ __forceinline__ void load_b(const OperandMaps& maps, unsigned shared, const Tile& tile,
+                                                  const int (&rows)[kMine], int stage, unsigned full, int k, int n) {
+#pragma unroll
+        for (int i = 0; i < kMine; i++) {
+            if (rows[i] == 0) continue;
+            const CUtensorMap* map = rows[i] == kPartRows ? &maps.b : &maps.b_edge;
+            const int group = (tile.column + i * (kBHalves == 1 ? kPartRows : n / 2)) / (4 * kRun);
+            tma_load_5d(shared + Map::kB + stage * Map::kBBytes + i * kPartRows * kStageRowBytes, map, full, k, 0, 0, 0,
+                        group);
+        }
+    }
+
     // For each tile, copy k-blocks `begin` to end - 1 of A [m, ...] and B [n, ...], calling also(tile, kb) after each.
     // beside(tile, kb, stage, barrier) copies beside.bytes(tile) bytes more.
     // kProducers warps take turns, since one alone needs some 210 cycles to issue a k-block's copies. Turns go on from
@@ -78,7 +94,7 @@ struct GemmFP8 {
         const int mine = kProducers == 1 ? 0 : threadIdx.x / 32 % 4;
         static_assert(kProducers <= kStages, "a producer's turn comes in each round of the ring");
         typename Map::Ring ring(shared + Map::kBarriers);
-        int turn = 0;
+        int turn = 0, ahead = 0;  // turns from 0 on whose B is on its way
         for (int index = tiles.first(); index < tiles.count(); index = tiles.next(index)) {
             const Tile tile = tiles[index];
             const int a_part = kSharingA == 1 ? 0 : tiles.rank, a_row = tile.row + a_part * kPartRowsA;
@@ -95,15 +111,28 @@ struct GemmFP8 {
                 if (kSharingB == 1 || part == tiles.rank) b_rows[part % kMine] = rows;
             }
             const int bytes = all_rows * kStageRowBytes + beside.bytes(tile);
+            if constexpr (Config::kEarly) {
+                static_assert(kSharingB == 1 && kStageBlocks == 1 && same_type<Beside, OperandsOnly>, "B alone");
+                if (turn == 0) {
+                    if (mine == 0) tile_of_stage<Map>(shared, 0) = tile;
+                    ahead = min(kStages, end - begin);
+                    for (int stage = mine; stage < ahead; stage += kProducers) {
+                        mbarrier_arrive_expect_tx(ring.full(stage), bytes);
+                        load_b(maps, shared, tile, b_rows, stage, ring.full(stage), (begin + stage) * kBlockK, n);
+                    }
+                    wait_for_grid_before();
+                }
+            }
             for (int kb = begin; kb < end; kb += kStageBlocks, ring.advance(), turn++) {
                 if (turn % kProducers != mine) continue;
                 const int stage = ring.stage.index;
                 const unsigned full = ring.full();
                 const int blocks = kStageBlocks == 1 ? 1 : min(kStageBlocks, end - kb);
-                ring.wait_empty();
-                if (kb == begin) tile_of_stage<Map>(shared, stage) = tile;
+                const bool has_b = Config::kEarly && turn < ahead;
+                if (!has_b) ring.wait_empty();
+                if (!has_b && kb == begin) tile_of_stage<Map>(shared, stage) = tile;
                 // Where there are only operands, their sum is made here: kept, it would take a register.
-                ring.expect(blocks * (same_type<Beside, OperandsOnly> ? all_rows * kStageRowBytes : bytes));
+                if (!has_b) ring.expect(blocks * (same_type<Beside, OperandsOnly> ? all_rows * kStageRowBytes : bytes));
 #pragma unroll
                 for (int block = 0; block < kStageBlocks; block++) {
                     if (block >= blocks) break;
@@ -120,7 +149,7 @@ struct GemmFP8 {
                     }
 #pragma unroll
                     for (int i = 0; i < kMine; i++) {
-                        if (b_rows[i] == 0) continue;
+                        if (has_b || b_rows[i] == 0) continue;
                         const CUtensorMap* map = b_rows[i] == kPartRows ? &maps.b : &maps.b_edge;
                         const int part = kSharingB == 1 ? i : tiles.rank;
                         const int group = (tile.column + part * (kBHalves == 1 ? kPartRows : n / 2)) / (4 * kRun);

@@ -66,7 +66,7 @@ __device__ __forceinline__ unsigned greater_halves(unsigned word, unsigned limit
 
 template <class Gemm>
 struct SharedMask {
-    static constexpr int kWords = Pieces<Gemm>::kPieces / 2;
+    static constexpr int kWords = (Pieces<Gemm>::kPieces + 1) / 2;
     static constexpr int kDrawingWarps = 3;
     unsigned words[kWords][128 * Gemm::kWarpgroups];  // by consumer thread
     Mailbox mailbox;

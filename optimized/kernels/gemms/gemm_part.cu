@@ -12,7 +12,7 @@ using namespace twin;
 struct Config {
     using Format = FORMAT;
     using Out = FP32;
-    static constexpr bool kTransposeA = TRANSPOSE_A, kTransposeB = TRANSPOSE_B, kAccumulate = false;
+    static constexpr bool kTransposeA = TRANSPOSE_A, kTransposeB = TRANSPOSE_B, kAccumulate = false, kEarly = false;
     static constexpr int kWarpgroups = WARPGROUPS, kBlockN = BLOCK_N, kNarrow = NARROW;
     static constexpr int kStages = STAGES, kCluster = CLUSTER;
 };

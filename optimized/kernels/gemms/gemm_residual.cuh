@@ -34,7 +34,7 @@ struct SharedBoxes {
     // `tile`: how many tiles the block has finished, modulo 2.
     __device__ __forceinline__ void wait_full(int warp, int piece, unsigned tile) {
         mbarrier_wait(shared_address(&full[warp][piece % kBoxes]),
-                      (piece / kBoxes + tile * (Pieces<Gemm>::kPieces / kBoxes)) % 2);
+                      (piece / kBoxes + tile * ((Pieces<Gemm>::kPieces + kBoxes - 1) / kBoxes)) % 2);
     }
 
     // Row half r of a piece, a lane's eight columns.

@@ -5,9 +5,10 @@
 // x [rows, hidden], hidden a multiple of 16 and at most 16384, rows 16-byte aligned; q the same shape. Of one row, as when a
 // text is written token by token, a warp reads 1024 elements, and that is all the time it takes.
 //
-// Defines: WIDE, KIND, FP8, ROW_WARPS, ROWS, BLOCKS, WHOLE, as in norm.cu and cast.cu.
+// Defines: WIDE, KIND, FP8, ROW_WARPS, ROWS, BLOCKS, WHOLE, LEADS, as in norm.cu and cast.cu.
 #include "norm_registers.cuh"
 #include "common/quantize.cuh"
+#include "ptx/grid.cuh"
 
 using namespace twin;
 
@@ -20,6 +21,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
               const float* __restrict__ scale_slot, float* amax_slot, unsigned char* __restrict__ q,
               float* __restrict__ scale_inv, float* __restrict__ mean, float* __restrict__ rstd, int rows, int hidden,
               float eps, int zero_centered, int parameters) {
+#ifdef LEADS
+    let_next_grid_start();  // a product, which loads its weights meanwhile (optimized/cuda/launch.py, `leading`)
+#endif
     __shared__ Slots slots[ROWS];
     const int group = threadIdx.x / (32 * ROW_WARPS), step = gridDim.x * ROWS;
     const Held held(hidden);

@@ -18,6 +18,7 @@ _kernels = {
     (x, q): launch.function("cast", "cast", {"WIDE": WIDE[x], "FP8": FP8[q]}) for x, q in itertools.product(WIDE, FP8)
 }
 CONFIGURATIONS = [one.configuration for one in _kernels.values()]
+CONFIGURATIONS += [launch.leads(one).configuration for one in _kernels.values()]
 
 
 def scaling_pointers(scale: torch.Tensor, amax_history: torch.Tensor | None, column: int) -> tuple[int, int]:
@@ -34,7 +35,7 @@ def run(out: tuple[torch.Tensor, torch.Tensor], x: torch.Tensor, *scaling: *Scal
     # At least one block: it writes scale_inv.
     grid = (max(1, -(-x.numel() * x.element_size() // _BYTES_PER_BLOCK)),)
     args = (*pointers, np.int64(x.numel()))
-    launch.launch(_kernels[x.dtype, dtype], grid, (_THREADS,), args, device=x.device.index)
+    launch.launch(launch.leading(_kernels[x.dtype, dtype]), grid, (_THREADS,), args, device=x.device.index)
 
 
 @on_cuda

@@ -15,6 +15,7 @@ from optimized.ops.gemms.gemm_operands import UNWRITABLE, bias_arguments, check_
 from optimized.ops.gemms.gemm_tile import TILES, Tile, multiprocessors, select_tile
 from reference.ops.gemms.gemm import accumulate_outputs, outputs
 from reference.ops.library import on_cuda
+from reference.support import unwritten
 
 
 @functools.lru_cache(maxsize=1024)
@@ -38,6 +39,12 @@ _EVERY_TILE = itertools.product(HALVES[:1], HALVES[:1], (False, True), (False, T
 _EVERY_FORMAT = itertools.product(HALVES, OUTPUTS[1:], [False], [False], TILES[:1])
 _ADDING = itertools.product(HALVES[:1], OUTPUTS, [True], [True], TILES, [True])
 CONFIGURATIONS = [config(*case).listed for case in (*_EVERY_TILE, *_EVERY_FORMAT, *_ADDING)]
+# Of few rows, which are one tile's.
+CONFIGURATIONS += [
+    config(dtype, out, False, False, tile).ahead.listed
+    for dtype, out, tile in itertools.product(HALVES, OUTPUTS, TILES)
+    if tile.cluster == 1
+]
 
 
 def is_transposed(x: torch.Tensor) -> bool:
@@ -132,9 +139,14 @@ def gemm_tiled(
     transpose_a, transpose_b = is_transposed(a), is_transposed(b)
     index = a.device.index
     cut = tile.cut(m, n, multiprocessors(index)) if cut is None else cut
-    a_map = operand_map(a, a_stride, transpose_a, tile.block_m)
+    few = not (transpose_a or transpose_b or add) and tile.cluster == 1 and m <= tile.block_m
+    a_map = operand_map(a, a_stride, transpose_a, min(m, tile.block_m) if few else tile.block_m)
     b_map = operand_map(b, b_stride, transpose_b, tile.block_n // tile.cluster)
     sizes = (np.int32(m), np.int32(n), np.int32(k), np.int32(cut))
     args = (a_map.argument, b_map.argument, out.data_ptr(), *bias_arguments(bias), *sizes)
-    config(a.dtype, out_dtype, transpose_a, transpose_b, tile, add).launch(index, cut, args)
+    one = config(a.dtype, out_dtype, transpose_a, transpose_b, tile, add)
+    if few:
+        one.ahead.launch(index, cut, args, early=unwritten.holds(b))
+    else:
+        one.launch(index, cut, args)
     return out

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,6 +38,11 @@ class GemmConfig:
     macros: tuple[tuple[str, int | str], ...]
     epilogue_bytes: int = 0
 
+    @functools.cached_property
+    def ahead(self) -> "GemmConfig":
+        """The form that copies b before it waits for the kernel before it, if it is launched early."""
+        return replace(self, macros=(*self.macros, ("EARLY", 1)))
+
     @property
     def defines(self) -> dict[str, int | str]:
         """The macros, as the compiler takes them."""
@@ -53,10 +58,10 @@ class GemmConfig:
         """The kernel's function of its own name."""
         return launch.function(self.kernel, self.kernel, self.defines, self.tile.shared_bytes + self.epilogue_bytes)
 
-    def launch(self, index: int, tiles: int, args: Sequence[Any]) -> None:
+    def launch(self, index: int, tiles: int, args: Sequence[Any], early: bool = False) -> None:
         """Launch persistent blocks for `tiles` clusters' tiles on CUDA device `index`."""
         blocks, shared = self.tile.blocks(tiles, multiprocessors(index)), self.function.max_dynamic_smem
-        launch.launch(self.function, (blocks,), (self.tile.threads,), args, shared, device=index)
+        launch.launch(self.function, (blocks,), (self.tile.threads,), args, shared, device=index, early=early)
 
 
 def fp8_config(

@@ -27,6 +27,7 @@ from optimized.ops.gemms.gemm_operands import (
 from optimized.ops.gemms.gemm_tile import FP8_TILES, K_BLOCK_BYTES, TILES, Tile, multiprocessors, select_tile
 from reference.ops.gemms.gemm_fp8 import accumulate_outputs, outputs
 from reference.ops.library import on_cuda
+from reference.support import unwritten
 
 _TILE_MACROS = {
     "gemm_fp8": "WARPGROUPS BLOCK_N STAGES CLUSTER ACROSS NARROW",
@@ -65,6 +66,9 @@ _EVERY_TILE = itertools.product([_E4M3], [_E4M3], [torch.bfloat16], ("fast", "sp
 _EVERY_FORMAT = itertools.product([_E5M2], FP8, OUTPUTS, ("fast", "split"), TILES[:1], [32])
 _ADDING = itertools.product([_E5M2], [_E4M3], OUTPUTS, ["split"], ADDING_TILES, (16, 32), [True])
 CONFIGURATIONS = [config(*case).listed for case in (*_EVERY_TILE, *_EVERY_FORMAT, *_ADDING)]
+CONFIGURATIONS += [
+    config(_E4M3, _E4M3, torch.bfloat16, "fast", tile, 32).ahead.listed for tile in FP8_TILES if tile.sharing_b == 1
+]
 
 
 @on_cuda
@@ -130,7 +134,9 @@ def gemm_fp8_tiled(
     if done:
         return out
     one = config(a.dtype, b.dtype, out_dtype, accumulate, tile, 32 if b.shape[0] % 32 == 0 else 16, add)
-    return launch_tiles(one, a, b, (a_scale_inv.data_ptr(), b_scale_inv.data_ptr()), bias, out, cut)
+    scales = (a_scale_inv.data_ptr(), b_scale_inv.data_ptr())
+    early = accumulate == "fast" and not add and tile.sharing_b == 1 and unwritten.holds(b)
+    return launch_tiles(one, a, b, scales, bias, out, cut, early)
 
 
 def begin(
@@ -165,6 +171,7 @@ def launch_tiles(
     bias: torch.Tensor | None,
     out: torch.Tensor,
     cut: int | None,
+    early: bool = False,
 ) -> torch.Tensor:
     """Launch an FP8 GEMM that writes `out`; `scales`: the kernel's arguments between the bias and the sizes."""
     bias, tile, index = loadable(bias), config.tile, a.device.index
@@ -172,7 +179,8 @@ def launch_tiles(
     cut = tile.cut(m, n, multiprocessors(index)) if cut is None else cut
     maps = operand_maps(a, b, tile, run(n, out.dtype, tile.block_n))
     sizes = (np.int32(m), np.int32(n), np.int32(k), np.int32(cut))
-    config.launch(index, cut, (maps, out.data_ptr(), *bias_arguments(bias), *scales, *sizes))
+    args = (maps, out.data_ptr(), *bias_arguments(bias), *scales, *sizes)
+    (config.ahead if early else config).launch(index, cut, args, early)
     return out
 
 

@@ -29,6 +29,7 @@ from reference.ops.casts.cast_transpose import Four
 from reference.ops.gemms.gemm_fused import activation_backward_outputs, activation_outputs, bias_dropout_add_outputs
 from reference.ops.library import on_cuda
 from reference.ops.random.dropout import keep_scale, threshold
+from reference.support import unwritten
 
 ACTIVATION, DROPOUT = "BiasActivation", "BiasDropoutAdd"  # the macro EPILOGUE: structs of the kernel
 # The structs Arguments of the epilogues. They are filled as 64-bit words, so what is shorter has a word of its own.
@@ -44,13 +45,16 @@ ARGUMENTS = {
     ),
 }
 SHARED_BYTES = 232448  # that a block can have
+FEW_COLUMNS = Tile(
+    1, 32, 18
+)  # of DROPOUT where nothing is dropped: more multiprocessors get a tile of a decoder's step
 
 
 def epilogue_bytes(epilogue: str, tile: Tile) -> int:
     """Shared memory of an epilogue's struct Shared: for each part its values and two barriers."""
     if epilogue == ACTIVATION:
         return 4 * tile.block_n + 16  # the bias in fp32
-    bias, mask = 2 * tile.block_n + 16, tile.block_m * tile.block_n // 8 + 16
+    bias, mask = 2 * tile.block_n + 16, tile.block_m * max(64, tile.block_n) // 8 + 16
     return bias + mask + 127 + tile.warpgroups * 4 * 2 * (16 * 32 * 2 + 8)  # with two boxes of the residual for a warp
 
 
@@ -116,6 +120,7 @@ _CHOICES = [
     *itertools.product(TILES, [16], [_LONG], [ACTIVATION], ("geglu",), [_BF16], [_E5M2], [False]),
     *itertools.product(TILES[1:2], [32], [_LONG], [ACTIVATION], RECORDED, (_BF16, torch.float16), [_E5M2], [False]),
     *itertools.product(TILES, (16, 32), [_LONG], [DROPOUT], [None], [_BF16], [None], (False, True)),
+    *itertools.product([FEW_COLUMNS], (16, 32), [_LONG], [DROPOUT], [None], [_BF16], [None], [False]),
     *itertools.product(TILES[1:2], [32], [_LONG], [DROPOUT], [None], [torch.float16], [None], (False, True)),
     *itertools.product(TILES[:2], [32], [128, 1024, 2048], [ACTIVATION], ("gelu",), [_BF16], [_E4M3], [False]),
     *itertools.product(TILES[2:], [32], [272], [ACTIVATION], ("gelu",), [_BF16], [_E4M3], [False]),
@@ -124,6 +129,14 @@ _CHOICES = [
 CONFIGURATIONS = [
     config(epilogue, (_E4M3, _E4M3), dtype, fused_tile(epilogue, tile), columns, k, kind, q, drop).listed
     for tile, columns, k, epilogue, kind, dtype, q, drop in _CHOICES
+]
+# What a decoder's step takes.
+_STEP = ((ACTIVATION, "swiglu", _E4M3, TILES), (DROPOUT, None, None, (*TILES, FEW_COLUMNS)))
+CONFIGURATIONS += [
+    config(epilogue, (_E4M3, _E4M3), _BF16, fused_tile(epilogue, tile), 32, _LONG, kind, q).ahead.listed
+    for epilogue, kind, q, tiles in _STEP
+    for tile in tiles
+    if tile.cluster == 1
 ]
 
 
@@ -143,7 +156,8 @@ def _launch(
 ) -> None:
     """Launch the kernel; `arguments` are the 64-bit words of the epilogue's struct Arguments, `maps` those in it."""
     (m, k), n, index = a.shape, b.shape[0], a.device.index
-    tile = fused_tile(epilogue, tile or select_tile(m, n, k, False, multiprocessors(index), TILES))
+    tiles = (*TILES, FEW_COLUMNS) if epilogue == DROPOUT and not drop else TILES
+    tile = fused_tile(epilogue, tile or select_tile(m, n, k, False, multiprocessors(index), tiles))
     parts = halves(epilogue, kind)
     columns = n // parts
     operands = operand_maps(a, b, tile, run(columns, dtype), parts)
@@ -153,7 +167,8 @@ def _launch(
     # Shapes that agree in these two have one configuration.
     width, depth = 32 if columns % 32 == 0 else 16, min(k, _LONG)
     chosen = config(epilogue, (a.dtype, b.dtype), dtype, tile, width, depth, kind, q, drop)
-    chosen.launch(index, tile.count(m, n), args)
+    early = tile.cluster == 1 and unwritten.holds(b)
+    (chosen.ahead if early else chosen).launch(index, tile.count(m, n), args, early)
 
 
 def _fusible(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> bool:

@@ -65,6 +65,7 @@ CONFIGURATIONS = [
         if short or x != torch.float32
     ),
     *(_any_kernel(*case).configuration for case in itertools.product(WIDE, KINDS, (0, 1))),
+    launch.leads(rows_kernel(torch.bfloat16, KINDS[-1], 4, 4096, False)).configuration,
 ]
 
 
@@ -110,7 +111,9 @@ def normalize(
         threads = 32 * warps * int(kernel.defines["ROWS"])
         partial = out[1].new_empty(grid) if amax else None
         more = () if partial is None else (partial.data_ptr(),)
-        launch.launch(kernel, (grid,), (threads,), (*args, *more), smem=8 * hidden, device=x.device.index)
+        launch.launch(
+            launch.leading(kernel), (grid,), (threads,), (*args, *more), smem=8 * hidden, device=x.device.index
+        )
         return partial
     kernel = _any_kernel(x.dtype, kind, int(hidden % 8 == 0))
     launch.launch(kernel, (rows,), (_ANY_THREADS,), args, device=x.device.index)

@@ -6,7 +6,7 @@ from itertools import product
 
 import torch
 
-from optimized.recordings.calls import E4M3, E5M2, Call, Calls, Inputs
+from optimized.recordings.calls import E4M3, E5M2, Call, Calls, Inputs, ahead
 from optimized.recordings.case import FP8, WIDE, Case, Outputs, every_word, named, numbers, short
 
 twin = torch.ops.twin
@@ -47,6 +47,7 @@ def calls(c: Inputs) -> Calls:
     yield Call(twin.cast, (c.x(0, 16), *c.state(), 0, E4M3))
     yield Call(twin.cast, (c.x(5, 16, start=3), c.state()[0], None, 2, E4M3))
     yield Call(twin.cast, (c.x(5, 16, start=8), *c.state(step=3), 2, E5M2))
+    yield Call(twin.cast, (c.x(5, 80), *c.state(), 1, E4M3), ahead(twin.cast))
 
 
 def large(c: Inputs) -> Calls:

@@ -8,7 +8,7 @@ import torch
 
 from optimized.ops.gemms import gemm
 from optimized.ops.gemms.gemm_tile import TILES, Tile
-from optimized.recordings.calls import BF16, FP32, Call, Calls, Inputs
+from optimized.recordings.calls import BF16, FP32, Call, Calls, Inputs, ahead
 from optimized.recordings.case import HALVES, WIDE, Case, Outputs, short
 from reference.numbers import philox
 
@@ -76,6 +76,12 @@ def calls(c: Inputs) -> Calls:
         yield Call(twin.gemm_accumulate, (c.x(m, k), c.x(n, k), c.x(m, n, dtype=FP32)))
     for out in (c.x(8, 16, start=1), c.x(8, 32)[:, :16], c.x(8, 16, dtype=FP32)):
         yield Call(twin.gemm_accumulate, (c.x(64, 8).t(), c.x(64, 16).t(), out))
+    # Few rows, whose weights are loaded early: less than a ring of k-blocks, more, and several tiles of a block.
+    for tile, (m, n, k) in product(TILES, ((1, 136, 72), (5, 520, 1800), (3, 9000, 72))):
+        if tile.cluster == 1:
+            yield Call(twin.gemm, (c.x(m, k), c.x(n, k), c.x(n), BF16), ahead(with_tile(gemm.gemm_tiled, tile)))
+    for half, wanted in product(HALVES, WIDE):
+        yield Call(twin.gemm, (c.x(3, 72, dtype=half), c.x(40, 72, dtype=half), None, wanted), ahead(twin.gemm))
 
 
 def large(c: Inputs) -> Calls:

@@ -8,7 +8,7 @@ import torch
 
 from optimized.ops.gemms.gemm_fp8 import gemm_fp8_tiled
 from optimized.ops.gemms.gemm_tile import FP8_TILES, TILES
-from optimized.recordings.calls import BF16, E4M3, E5M2, FP16, FP32, Call, Calls, Inputs
+from optimized.recordings.calls import BF16, E4M3, E5M2, FP16, FP32, Call, Calls, Inputs, ahead
 from optimized.recordings.case import FP8, WIDE, Case, Outputs, codes, inverses, numbers, short
 from optimized.recordings.cases.gemm import adding, with_tile
 from reference.numbers import philox
@@ -89,6 +89,11 @@ def calls(c: Inputs) -> Calls:
         yield Call(twin.gemm_fp8_accumulate, (*operands(c, *shape, E5M2), c.x(*shape[:2], dtype=dtype)))
     for added in (c.x(8, 16, start=1), c.x(8, 32)[:, :16]):
         yield Call(twin.gemm_fp8_accumulate, (*operands(c, 8, 16, 272, E5M2), added))
+    # Weights that are loaded early: less than a ring of k-blocks, more, and several tiles of a block.
+    for tile, (m, n, k) in product(FP8_TILES, ((1, 144, 144), (5, 544, 3600), (3, 9024, 144))):
+        if tile.sharing_b == 1:
+            given = (*operands(c, m, n, k), c.x(n), BF16, "fast")
+            yield Call(twin.gemm_fp8, given, ahead(with_tile(gemm_fp8_tiled, tile)))
 
 
 def large(c: Inputs) -> Calls:

@@ -8,7 +8,7 @@ import torch
 
 from optimized.ops.gemms import gemm_fused
 from optimized.ops.gemms.gemm_tile import TILES, Tile
-from optimized.recordings.calls import BF16, E4M3, E5M2, FP16, FP32, Call, Calls, Inputs
+from optimized.recordings.calls import BF16, E4M3, E5M2, FP16, FP32, Call, Calls, Inputs, ahead
 from optimized.recordings.case import (
     FP8,
     HALVES,
@@ -132,6 +132,17 @@ def calls(c: Inputs) -> Calls:
         yield _add(c, (70, 64, 2048), 0.1, parts=parts, start=1)
     yield _forward(c, (8, 16, 16), "gelu", FP32)
     yield _backward(c, (8, 16, 16), "gelu", FP32)
+    # Weights that are loaded early, and narrow tiles: less than a ring of k-blocks, more, and several tiles of a block.
+    for m, n, k in ((1, 144, 144), (5, 544, 3600), (3, 9024, 144)):
+        for tile in (*TILES, gemm_fused.FEW_COLUMNS):
+            if tile.cluster == 1:
+                added = _add(c, (m, n, k), 0.0, tile=tile)
+                yield added._replace(chosen=ahead(added.chosen or added.op))
+            if tile in TILES and tile.cluster == 1:
+                gated = _forward(c, (m, n, k), "swiglu", tile=tile)
+                yield gated._replace(chosen=ahead(gated.chosen or gated.op))
+    for cols in (272, 288):
+        yield _add(c, (330, cols, 592), 0.0, tile=gemm_fused.FEW_COLUMNS)
 
 
 def large(c: Inputs) -> Calls:

@@ -6,7 +6,7 @@ from itertools import product
 
 import torch
 
-from optimized.recordings.calls import BF16, E4M3, E5M2, FP16, FP32, Call, Calls, Inputs
+from optimized.recordings.calls import BF16, E4M3, E5M2, FP16, FP32, Call, Calls, Inputs, ahead
 from optimized.recordings.case import FP8, WIDE, Case, Outputs, named, numbers, short, state
 from reference.numbers import philox
 from reference.ops.norms.norm import KINDS
@@ -84,6 +84,7 @@ def calls(c: Inputs) -> Calls:
         yield from _both(c, "layernorm", 3, 64, zero_centered=True, starts=1 << i)
     for out in WIDE:
         yield from _both(c, "rmsnorm", 5, 64, out=out)
+    yield Call(twin.norm, (c.x(2, 4096), c.x(4096), None, 1e-5, False, "rmsnorm", BF16), ahead(twin.norm))
 
 
 def large(c: Inputs) -> Calls:

@@ -4,7 +4,7 @@ from itertools import product
 
 import torch
 
-from optimized.recordings.calls import BF16, FP16, FP32, Calls, Inputs
+from optimized.recordings.calls import BF16, FP16, FP32, Calls, Inputs, ahead
 from optimized.recordings.case import FP8, WIDE
 from optimized.recordings.cases.norm_cast_transpose import casting
 from reference.ops.norms.norm import KINDS
@@ -25,6 +25,7 @@ def calls(c: Inputs) -> Calls:
         yield casting(c, twin.norm_cast, "layernorm", rows, 64)
     yield casting(c, twin.norm_cast, "layernorm", 4, 64, start=1)
     yield casting(c, twin.norm_cast, "rmsnorm", 4, 64, weights=FP32)
+    yield casting(c, twin.norm_cast, "rmsnorm", 2, 4096)._replace(chosen=ahead(twin.norm_cast))
 
 
 def large(c: Inputs) -> Calls:

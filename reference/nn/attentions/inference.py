@@ -20,7 +20,7 @@ Source: Transformer Engine's `pytorch/attention/inference.py`.
 """
 
 import weakref
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -117,15 +117,18 @@ class InferenceParams(OfCache, DeviceDefault):
         self._mixed: dict[Any, tuple[torch.Tensor, ...]] = {}
         self._fixed: dict[int, FixedStep] = {}  # by their rows
         self._held: FixedStep | None = None  # what the next forward reads
+        self._before: FixedStep | None = None  # what the last one read, if `step_again` goes on from there,
+        self._got_pages: list[int] = []  # and who has got a page since
         self.max_ctx_len = self.max_sequence_length if max_ctx_len is None else int(max_ctx_len)
         self.input_qkv_format, self.cache_qkv_format = qkv_format, "bshd"
         device = self.resolve_device(device)
         with torch.inference_mode(False):  # outside of it, torch changes no tensor that was made in it
-            self.pre_step_seqlens = torch.zeros(self.max_batch_size, dtype=torch.int32, device=device)
+            self._seqlens = torch.zeros(self.max_batch_size, dtype=torch.int32, device=device)
             self._rows = torch.zeros(self.max_batch_size, dtype=torch.int64, device=device)
             self._first = torch.arange(self.max_batch_size, device=device) * self.max_sequence_length
             self._columns = torch.arange(self.max_sequence_length, dtype=torch.int32, device=device)
-        self.device = self.pre_step_seqlens.device
+        self._seqlens_late, self._seqlens_read = False, False  # whether they lack the step, and if anybody wants them
+        self.device = self._seqlens.device
         self._hidden: dict[int, torch.Tensor] = {}  # with one token of each sequence, by the window's left side
 
     def _pages(self, is_paged: bool, count: int | None, size: int | None) -> Pages | None:
@@ -154,6 +157,19 @@ class InferenceParams(OfCache, DeviceDefault):
         """How many sequences the batch has."""
         return len(self.sequences)
 
+    @property
+    def pre_step_seqlens(self) -> torch.Tensor:  # type: ignore[override]
+        """See the class. In pages they are copied to the device when first read, and from then on in each step."""
+        if self._seqlens_late:
+            self._fill_seqlens()
+        self._seqlens_read = True
+        return self._seqlens
+
+    def _fill_seqlens(self) -> None:
+        before = torch.tensor(self._starts, dtype=torch.int32, device="cpu")
+        pinned.fill(self._seqlens[: len(before)], before)  # the step before may still run
+        self._seqlens_late = False
+
     def get_seqlens_pre_step(self) -> torch.Tensor:
         """`pre_step_seqlens`."""
         return self.pre_step_seqlens
@@ -181,7 +197,7 @@ class InferenceParams(OfCache, DeviceDefault):
     def reset(self) -> None:
         """Forget all sequences; the memory stays."""
         self.sequences, self._starts, self._steps = {}, [], []
-        self._ran, self._held = set(), None
+        self._ran, self._held, self._before = set(), None, None
         self._mixed.clear()
         if self.pages is not None:
             self.pages.reset()
@@ -234,7 +250,7 @@ class InferenceParams(OfCache, DeviceDefault):
         different numbers of new tokens, those of each are at its row's beginning.
         """
         steps = new_tokens(self, step_dict)
-        self._held = None
+        self._held = self._before = None
         if self.pages is not None:
             return self._step_in_pages(self.pages, dict(zip(step_dict, steps, strict=True)))
         before = list(self.sequences)
@@ -248,10 +264,10 @@ class InferenceParams(OfCache, DeviceDefault):
         self._used = max(self._used, len(steps))
         self._mixed.clear()
         if goes_on:  # without a copy from the host, which would wait for the GPU
-            self.pre_step_seqlens[: len(steps)] += moved_on
+            self._seqlens[: len(steps)] += moved_on
         else:
-            self.pre_step_seqlens[: len(steps)] = torch.tensor(starts, dtype=torch.int32, device="cpu")
-        torch.add(self._first, self.pre_step_seqlens, out=self._rows)
+            self._seqlens[: len(steps)] = torch.tensor(starts, dtype=torch.int32, device="cpu")
+        torch.add(self._first, self._seqlens, out=self._rows)
         for left, hidden in self._hidden.items():
             self._hide(left, hidden)
         return self.sequences
@@ -271,15 +287,47 @@ class InferenceParams(OfCache, DeviceDefault):
         self.sequences = {name: pages.lengths[name] for name in steps}
         self._starts, self._steps, self._ran = starts, list(steps.values()), set()
         self._mixed.clear()
-        before = torch.tensor(starts, dtype=torch.int32, device="cpu")
-        pinned.fill(self.pre_step_seqlens[: len(starts)], before)  # the step before may still run
+        self._new_seqlens()
         return self.sequences
 
-    def hold(self, tokens: list[int] | torch.Tensor | None, rows: int) -> torch.Tensor:
+    def _new_seqlens(self) -> None:
+        self._seqlens_late = True
+        if self._seqlens_read:
+            self._fill_seqlens()
+
+    def step_again(self, names: Sequence[Hashable]) -> bool:
+        """`pre_step` of one more token of each sequence of the batch, if it is the same batch; whether it was done.
+
+        It is quick: lengths are moved on together, and only sequences that get a page are looked at one by one. It is
+        not done where `pre_step` would copy a page or refuse, or without pages.
+        """
+        lengths = list(self.sequences.values())
+        ran = self._captured or not self.cache.keys() - self._ran
+        if (
+            self.pages is None
+            or not ran
+            or not names
+            or list(self.sequences) != names
+            or self._steps != [1] * len(names)
+        ):
+            return False
+        known = self.pages.lengths
+        if max(lengths) >= self.max_sequence_length or [known.get(name) for name in names] != lengths:
+            return False
+        found = self.pages.grow(names)
+        if found is None:
+            return False
+        self.sequences, self._starts, self._ran = dict(zip(names, found[0], strict=True)), lengths, set()
+        self._held, self._before, self._got_pages = None, self._held, found[1]
+        self._mixed.clear()
+        self._new_seqlens()
+        return True
+
+    def hold(self, tokens: list[int] | torch.Tensor | None, rows: int) -> FixedStep:
         """Let the next forward read its tokens and their places from tensors that stay where they are, for CUDA graphs.
 
         It follows on a `pre_step` of one token of each sequence, where new tokens are packed. Nobody waits: the step
-        before may still run on the same stream.
+        before may still run on the same stream. The forward is then followed by `held.end` and `ended`.
 
         Args:
             tokens: the new token of each sequence; or int64 [rows] on the device; or None where the tensor that the
@@ -287,7 +335,7 @@ class InferenceParams(OfCache, DeviceDefault):
             rows: of the forward, as many as there are sequences or more; the others are copies of the first one.
 
         Returns:
-            int64 [rows], the forward's tokens; the same tensor each time.
+            The step's tensors; the same object for as many rows.
         """
         count = len(tokens) if isinstance(tokens, list) else len(self._steps)
         if not self.packed or self._steps != [1] * count or rows < count or not count:
@@ -298,13 +346,21 @@ class InferenceParams(OfCache, DeviceDefault):
         pages = self._with_pages("hold")
         if rows not in self._fixed:
             self._fixed[rows] = FixedStep(rows, self._columns_of(pages), pages.size, self.device)
-        self._held = self._fixed[rows]
-        self._held.fill(tokens, list(self.sequences.values()), [pages.of[name] for name in self.sequences])
-        return self._held.tokens
+        held = self._held = self._fixed[rows]
+        changed = self._got_pages if self._before is held else None
+        of = pages.of
+        its = [] if changed == [] else [of[name] for name in self.sequences]
+        held.fill(tokens, list(self.sequences.values()), its, changed)
+        return held
 
     def replayed(self) -> None:
         """All layers have run: a graph has replayed their step."""
         self._ran.update(self.cache)
+
+    def ended(self) -> None:
+        """On the host: a step that was held has been launched up to its end."""
+        if self._held is not None:
+            self._held.ended()
 
     def _move(self, origins: list[int | None]) -> None:
         """Bring the rows of all caches into the batch's order."""
@@ -319,7 +375,7 @@ class InferenceParams(OfCache, DeviceDefault):
 
     def _hide(self, left: int, hidden: torch.Tensor) -> None:
         """Which keys the next token of each sequence does not see; `left` is the window's, or -1."""
-        view, last = hidden[:, 0, 0], self.pre_step_seqlens[:, None]
+        view, last = hidden[:, 0, 0], self._seqlens[:, None]
         torch.gt(self._columns, last, out=view)
         if left >= 0:
             view.logical_or_(self._columns < last - left)
@@ -352,7 +408,7 @@ class InferenceParams(OfCache, DeviceDefault):
             blocks = self.max_sequence_length if capturing else -(-longest // BLOCK) * BLOCK
             keys, batch = min(blocks, self.max_sequence_length), self.batch_size
             hidden = self._hidden_from(window[0])[:batch, :, :, :keys]
-            parts = (self.pre_step_seqlens[:batch], self._rows[:batch], None, hidden)
+            parts = (self._seqlens[:batch], self._rows[:batch], None, hidden)
             return Cached("one", 0, keys), StepTensors(*cache, *parts)
         if len(set(zip(self._starts, self._steps, strict=True))) == 1:
             return Cached("equal", self._starts[0], longest), StepTensors(*cache)

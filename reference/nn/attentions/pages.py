@@ -6,7 +6,9 @@ a sequence writes into a page that others have, it gets a copy of its own (`exte
 """
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+
+import numpy as np
 
 
 class Pages:
@@ -32,6 +34,7 @@ class Pages:
         self.lengths: dict[Hashable, int] = {}
         self.free = list(range(self.count))[::-1]
         self._owners = [0] * self.count
+        self._batch: tuple[Sequence[Hashable], np.ndarray] | None = None
 
     def needed(self, steps: Mapping[Hashable, int], ended: Iterable[Hashable] = ()) -> int:
         """How many free pages `extend` takes for these new tokens, after `drop` of those that have ended."""
@@ -54,6 +57,7 @@ class Pages:
 
         As many pages must be free as `needed` says.
         """
+        self._batch = None
         pages, length = self.of.setdefault(name, []), self.lengths.get(name, 0)
         copies = []
         if new and length % self.size and self._owners[pages[-1]] > 1:
@@ -65,8 +69,35 @@ class Pages:
             pages.append(self._take())
         return copies
 
+    def grow(self, names: Sequence[Hashable]) -> tuple[list[int], list[int]] | None:
+        """`extend` by one token of each of these sequences; their lengths, and which of them have got a page.
+
+        None, and nothing is done, where a page would have to be copied, too few are free, or a sequence has no token.
+        From call to call with the same names, lengths stay in an array, and only who gets a page is looked at.
+        """
+        if self._batch is None or self._batch[0] != tuple(names):
+            lengths = [self.lengths.get(name, 0) for name in names]
+            shared = (
+                length % self.size and self._owners[self.of[name][-1]] > 1
+                for name, length in zip(names, lengths, strict=True)
+            )
+            if not all(lengths) or any(shared):
+                return None
+            self._batch = tuple(names), np.array(lengths)
+        batch = self._batch[1]
+        full = np.flatnonzero(batch % self.size == 0).tolist()
+        if len(full) > len(self.free):
+            return None
+        for i in full:
+            self.of[names[i]].append(self._take())
+        batch += 1
+        found = batch.tolist()
+        self.lengths.update(zip(names, found, strict=True))
+        return found, full
+
     def share(self, name: Hashable, source: Hashable, tokens: int) -> None:
         """Begin a sequence with the first tokens of another one, in its pages."""
+        self._batch = None
         pages = self.of[source][: -(-tokens // self.size)]
         for page in pages:
             self._owners[page] += 1
@@ -74,12 +105,14 @@ class Pages:
 
     def cut(self, name: Hashable, tokens: int) -> None:
         """Forget a sequence's tokens after so many."""
+        self._batch = None
         kept = -(-tokens // self.size)
         self._release(self.of[name][kept:])
         self.of[name], self.lengths[name] = self.of[name][:kept], tokens
 
     def drop(self, name: Hashable) -> None:
         """Forget a sequence."""
+        self._batch = None
         self._release(self.of.pop(name))
         del self.lengths[name]
 

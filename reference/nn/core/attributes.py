@@ -220,7 +220,7 @@ class OfCache(WithSentences):
 
     max_batch_size: int
     input_qkv_format: str
-    pre_step_seqlens: torch.Tensor
+    device: torch.device
     sequences: dict[Hashable, int]
     _starts: list[int]
     _steps: list[int]
@@ -248,7 +248,7 @@ class OfCache(WithSentences):
 
     def _begins(self, lengths: list[int]) -> torch.Tensor:
         padded = lengths + [0] * (self.max_batch_size - len(lengths))
-        return torch.tensor([0, *accumulate(padded)], dtype=torch.int32, device=self.pre_step_seqlens.device)
+        return torch.tensor([0, *accumulate(padded)], dtype=torch.int32, device=self.device)
 
 
 class OfAttention(OneRank):
