@@ -372,9 +372,24 @@ def _library() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
 
 
+def _after_a_kernel(stream: int) -> bool:
+    """Whether a kernel may be launched early on a stream: in a capture only a kernel may be what it depends on."""
+    status, count, deps, edges = ctypes.c_int(), ctypes.c_size_t(), ctypes.c_void_p(), ctypes.c_void_p()
+    found = [ctypes.byref(one) for one in (deps, edges, count)]
+    of = (ctypes.c_void_p(stream), ctypes.byref(status), None, None, *found)
+    error = _library().cuStreamGetCaptureInfo_v3(*of)
+    if error == 0 and status.value == 0:  # CU_STREAM_CAPTURE_STATUS_NONE
+        return True
+    if error != 0 or count.value != 1:
+        return False
+    kind = ctypes.c_int(-1)
+    node = ctypes.cast(deps, ctypes.POINTER(ctypes.c_void_p))[0]
+    return _library().cuGraphNodeGetType(ctypes.c_void_p(node), ctypes.byref(kind)) == 0 and kind.value == 0  # a kernel
+
+
 def _start(head: tuple[int, ...], stream: int, pointers: int, early: bool) -> None:
     """Launch: `head` is the handle, the grid, the block and the bytes of shared memory."""
-    if not early:
+    if not early or not _after_a_kernel(stream):
         _driver().launchKernel(*head, stream, pointers, 0)
         return
     handle, *extents, smem = head

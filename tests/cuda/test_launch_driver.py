@@ -106,6 +106,17 @@ def test_an_early_launch_names_the_attribute(cuda: Cuda) -> None:
             launch.launch(kernel, (1,), (1,), [np.int32(9)], device=0, early=True)
 
 
+def test_in_a_capture_a_kernel_is_early_after_one_other_kernel_alone(cuda: Cuda) -> None:
+    """CUDA has no such edge from a copy, and one that is asked for ends the capture."""
+    kernel = launch.function("f", "one")
+    for kinds, early in (([0], True), ([1], False), ([], False), ([0, 0], False), (None, True)):
+        cuda.captured = kinds
+        cuda.calls.clear()
+        launch.launch(kernel, (1,), (1,), [np.int32(9)], device=0, early=True)
+        assert len(cuda.of("launch early")) == early
+        assert len(cuda.of("launch")) == (not early)
+
+
 def test_a_thread_that_collects_launches_nothing(cuda: Cuda) -> None:
     kernel, other = (launch.function(name, "f") for name in ("one", "two"))
     launch.launch(kernel, (1,), (1,), [], device=0)

@@ -30,6 +30,7 @@ class Cuda:
         self.status = 0
         self.clusters = 5
         self.capturing = False
+        self.captured: list[int] | None = None  # in a capture the kinds of nodes that come next depends on; 0: a kernel
 
     def exchange(self, index: int) -> int:
         """torch's, which sets the current device and tells the one before."""
@@ -59,6 +60,18 @@ class Cuda:
         about = (tuple(given.extents), given.shared_bytes, given.stream, given.count, name, value)
         self.calls.append(("launch early", about, function.value, pointers.value, extra))
         return self.status
+
+    def cuStreamGetCaptureInfo_v3(self, stream: Any, status: Any, *found: Any) -> int:
+        _, _, nodes, _, count = found
+        kinds = self.captured or []
+        self._nodes = (ctypes.c_void_p * len(kinds))(*(kind + 1 for kind in kinds))
+        status._obj.value, count._obj.value = int(self.captured is not None), len(kinds)
+        nodes._obj.value = ctypes.addressof(self._nodes)
+        return 0
+
+    def cuGraphNodeGetType(self, node: Any, kind: Any) -> int:
+        kind._obj.value = node.value - 1
+        return 0
 
     def cuOccupancyMaxActiveClusters(self, found: Any, function: Any, config: Any) -> int:
         given = config._obj
