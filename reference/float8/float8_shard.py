@@ -23,6 +23,7 @@ Transposed codes are made on each rank from the gathered ones, in each backward;
 Source: FSDP2's extensions `fsdp_pre_all_gather` and `fsdp_post_all_gather`, as Transformer Engine's tensors have them.
 """
 
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -435,3 +436,6 @@ def room_of(weight: KeptTensor, size: Any) -> ShardedWeight | None:
 
 
 KeptTensor._room_of = staticmethod(room_of)
+# FSDP2 asks for it at each gathering, of each weight; to find it anew takes Python longer than all of the rest.
+_pre: Any = ShardedWeight.fsdp_pre_all_gather
+_pre.__signature__ = inspect.signature(_pre)

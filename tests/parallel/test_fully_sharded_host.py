@@ -93,6 +93,22 @@ def test_transposed_codes_are_made_once_by_each_backward() -> None:
     assert launched.count("multi_transpose") == layers
 
 
+def test_a_gathering_does_not_look_at_signatures_of_functions() -> None:
+    """FSDP2 asks for that of `fsdp_pre_all_gather`, which is known: once in a step for each weight and gathering."""
+    with DryShards(written=False) as gpu:
+        gpu.tapes()
+        step = Step(gpu, 2, ordered=False, kept=True)
+        step()
+        profile = cProfile.Profile()
+        profile.enable()
+        step()
+        profile.disable()
+    stats: Any = pstats.Stats(profile)
+    calls = {name: count for (_, _, name), (count, *_) in stats.stats.items()}
+    assert calls.get("fsdp_pre_all_gather") == 2 * 2 * 4
+    assert calls.get("_signature_from_function", 0) < 2 * 2 * 4
+
+
 def test_checks_of_a_step_grow_with_the_model() -> None:
     """Python calls of the written order, and of walks over modules: of twice the layers at most twice as many."""
 
