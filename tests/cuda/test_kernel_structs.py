@@ -22,7 +22,7 @@ from optimized.ops.casts import (
 )
 from optimized.ops.digests import word_sums
 from optimized.ops.gemms import gemm_fused, gemm_operands
-from optimized.ops.optimizers import adafactor, adam, adam_states, clip_grads, grad_norm, sgd
+from optimized.ops.optimizers import adafactor, adam, adam_states, clip_grads, grad_norm, sgd, tree_mean
 
 GEMMS = (
     "gemm_fp8",
@@ -104,6 +104,10 @@ CASES = [
     table("multi_transpose", multi_transpose._MATRIX),
     table("scale_update", scale_update._MODULE, "Module"),
     table("sgd", sgd._ROW),
+    *(
+        Case("tree_mean", "Nodes", np.dtype([("node", "u8", len(order))]), {"ADDITIONS": ",".join(map(str, order))})
+        for order in tree_mean.ORDERS
+    ),
     table("word_sums", word_sums._ROW),
     Case("rotary", "Strides", rotary.STRIDES),
     Case("rotary_append", "Arguments", rotary_append.ARGUMENTS),
