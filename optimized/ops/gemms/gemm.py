@@ -139,14 +139,12 @@ def gemm_tiled(
     transpose_a, transpose_b = is_transposed(a), is_transposed(b)
     index = a.device.index
     cut = tile.cut(m, n, multiprocessors(index)) if cut is None else cut
-    few = not (transpose_a or transpose_b or add) and tile.cluster == 1 and m <= tile.block_m
-    a_map = operand_map(a, a_stride, transpose_a, min(m, tile.block_m) if few else tile.block_m)
+    # Of few rows, with weights that nobody writes: they are loaded before the kernel before has ended.
+    early = m <= tile.block_m and tile.cluster == 1 and not (transpose_a or transpose_b or add) and unwritten.holds(b)
+    a_map = operand_map(a, a_stride, transpose_a, m if early else tile.block_m)
     b_map = operand_map(b, b_stride, transpose_b, tile.block_n // tile.cluster)
     sizes = (np.int32(m), np.int32(n), np.int32(k), np.int32(cut))
     args = (a_map.argument, b_map.argument, out.data_ptr(), *bias_arguments(bias), *sizes)
     one = config(a.dtype, out_dtype, transpose_a, transpose_b, tile, add)
-    if few:
-        one.ahead.launch(index, cut, args, early=unwritten.holds(b))
-    else:
-        one.launch(index, cut, args)
+    (one.ahead if early else one).launch(index, cut, args, early)
     return out

@@ -45,9 +45,8 @@ ARGUMENTS = {
     ),
 }
 SHARED_BYTES = 232448  # that a block can have
-FEW_COLUMNS = Tile(
-    1, 32, 18
-)  # of DROPOUT where nothing is dropped: more multiprocessors get a tile of a decoder's step
+# Of DROPOUT where nothing is dropped and nobody writes b, as in a decoder's step: more multiprocessors get a tile.
+FEW_COLUMNS = Tile(1, 32, 18)
 
 
 def epilogue_bytes(epilogue: str, tile: Tile) -> int:
@@ -156,7 +155,8 @@ def _launch(
 ) -> None:
     """Launch the kernel; `arguments` are the 64-bit words of the epilogue's struct Arguments, `maps` those in it."""
     (m, k), n, index = a.shape, b.shape[0], a.device.index
-    tiles = (*TILES, FEW_COLUMNS) if epilogue == DROPOUT and not drop else TILES
+    held = unwritten.holds(b)
+    tiles = (*TILES, FEW_COLUMNS) if held and epilogue == DROPOUT and not drop else TILES
     tile = fused_tile(epilogue, tile or select_tile(m, n, k, False, multiprocessors(index), tiles))
     parts = halves(epilogue, kind)
     columns = n // parts
@@ -167,7 +167,7 @@ def _launch(
     # Shapes that agree in these two have one configuration.
     width, depth = 32 if columns % 32 == 0 else 16, min(k, _LONG)
     chosen = config(epilogue, (a.dtype, b.dtype), dtype, tile, width, depth, kind, q, drop)
-    early = tile.cluster == 1 and unwritten.holds(b)
+    early = tile.cluster == 1 and held
     (chosen.ahead if early else chosen).launch(index, tile.count(m, n), args, early)
 
 
