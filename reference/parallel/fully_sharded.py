@@ -313,6 +313,8 @@ def microbatches(
                         f"GradientOrder: the gradients of {type(one.modules[0]).__name__} were reduced {one.called} "
                         f"times in {order.most} groups; a backward of it in each microbatch is accepted."
                     )
+        if trained:
+            order.beat(trained[0].device)
     finally:
         order.left = 0
         for one in found:

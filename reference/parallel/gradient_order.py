@@ -72,6 +72,7 @@ class GradientOrder:
             raise TypeError(f"GradientOrder: peer_memory={peer_memory!r}; True, False or None is accepted.")
         self.peer_memory = peer_memory
         self._memory: PeerMemory | Literal[False] | None = None  # None: nobody has asked yet
+        self._beat: torch.Tensor | None = None
         self._additions = additions(self.groups, self.ranks)
         self._done: Nodes[Sums] = []
         self.most = -(-self.groups // self.ranks)  # groups of the rank that has most
@@ -335,6 +336,17 @@ class GradientOrder:
             pieces = list(whole)
         return twin.tree_mean(pieces, self._additions, 1 / self.groups, like.dtype)
 
+    def beat(self, device: torch.device) -> None:
+        """Have a collective in flight at the end of a step whose exchanges were in peers' memory.
+
+        A rank that is gone leaves the others' streams waiting for its words. The process group sees that this
+        collective does not end.
+        """
+        if self._memory:
+            if self._beat is None:
+                self._beat = torch.zeros(1, dtype=torch.float32, device=device)
+            dist.all_reduce(self._beat, group=self.process_group, async_op=True)
+
     def _peer_memory(self, device: torch.device) -> PeerMemory | None:
         """How this order's ranks exchange, None: by the process group's collectives; all ranks ask for it alike."""
         if self._memory is None:
@@ -389,13 +401,11 @@ class GradientOrder:
         if self._stream is None:
             # Its kernels begin as soon as a multiprocessor is free.
             self._stream = torch.cuda.Stream(flat.device, priority=-1)
-            self._beat = torch.zeros(1, device=flat.device)
         self._stream.wait_stream(torch.cuda.current_stream(flat.device))
         with torch.cuda.stream(self._stream):
             self._mean(flat, leaf)
-            if bucket.is_last() and self._memory:
-                # A rank that is gone would leave the others waiting for its memory, unseen by the process group.
-                dist.all_reduce(self._beat, group=self.process_group, async_op=True)
+            if bucket.is_last():
+                self.beat(flat.device)
             done.set_result(flat)
         return done
 

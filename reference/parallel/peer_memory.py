@@ -21,8 +21,8 @@ Messages from each rank to the next (`Messages`) go through rooms of the receive
 No wait comes before what the other rank needs to end it, even if a GPU does the work of all streams in the order in
 which the host gave it (`CUDA_DEVICE_MAX_CONNECTIONS=1`): there are as many rooms as a sum over ranks has bands.
 
-A rank that is gone leaves the others' streams waiting, which no time-out of the process group would see. So a user of
-this also has a small collective of the process group in flight (`GradientOrder`).
+A rank that is gone leaves the others' streams waiting, which no time-out of the process group would see. So who uses
+this also has a collective of the process group in flight (`GradientOrder.beat`; a shared layer gathers by one).
 """
 
 import ctypes
