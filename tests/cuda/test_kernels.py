@@ -42,6 +42,14 @@ SPILLING = [
 ]
 
 
+# LayerNorm of fp16 in clusters; of bf16 nothing spills.
+TWO_REGISTERS = [
+    (kernel, defines)
+    for kernel, defines in ALL
+    if kernel == "norm_cast_transpose" and (defines["WIDE"], defines["KIND"], defines["TILE_WARPS"]) == (2, 0, 22)
+]
+
+
 def sampled(found: list[Configuration]) -> list[Any]:
     """Of each kernel the first, the middle and the last configuration; those between, which take minutes, are slow."""
     places: dict[str, list[int]] = {}
@@ -104,13 +112,22 @@ def test_every_op_has_its_kernels() -> None:
         assert module.CONFIGURATIONS, module.__name__
 
 
-@pytest.mark.parametrize("configuration", sampled([one for one in ALL if one not in SPILLING]), ids=label)
+@pytest.mark.parametrize(
+    "configuration", sampled([one for one in ALL if one not in [*SPILLING, *TWO_REGISTERS]]), ids=label
+)
 def test_it_compiles_without_spill_or_warning(configuration: Configuration, builds) -> None:  # type: ignore[no-untyped-def]
     build = builds[label(configuration)]
     assert ptxas.complaints(build.log) == []
     assert ptxas.usage(build.log), build.log
     for usage in ptxas.usage(build.log):
         assert usage.spill_stores == usage.spill_loads == 0
+
+
+@pytest.mark.parametrize("configuration", sampled(TWO_REGISTERS), ids=label)
+def test_a_long_norm_of_fp16_spills_two_registers_at_most(configuration: Configuration, builds) -> None:  # type: ignore[no-untyped-def]
+    build = builds[label(configuration)]
+    assert max(max(usage.spill_stores, usage.spill_loads) for usage in ptxas.usage(build.log)) <= 8
+    assert not [line for line in ptxas.complaints(build.log) if "spill" not in line and "stack" not in line]
 
 
 SPILLED = 48  # bytes, by heads of 64 channels with dropout: docs/log/attention.md
