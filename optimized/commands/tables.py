@@ -71,7 +71,7 @@ DETAILS = {  # more tables of a result
     "layer_memory": ("layer", layer_tables.layer_memory),
 }
 README_RESULTS = (
-    *("layer", "small_layers", "train", "trainer", "generator", "gemm"),
+    *("layer", "small_layers", "train", "trainer", "generator", "data_parallel", "gemm"),
     *("seeds", "gemm_equality", "rowwise_torchao"),
 )
 """The results that README's rows show and that depend on kernels."""
@@ -240,6 +240,7 @@ def summary() -> str:
     builders = {
         **{"small_layers": small_layers.summary, "train": train.summary, "trainer": trainer.summary},
         "generator": generator.summary,
+        "data_parallel": data_parallel.summary,
     }
     shown = (_built(name, build) or () for name, build in builders.items() if name not in old)
     rows = [*layers, *(row for one in shown for row in one), products]
