@@ -137,7 +137,7 @@ def test_a_step_gives_the_right_words_of_its_draft_and_one_more(drafted: int) ->
         given = []
         while made.busy:
             given.append([word.token for word in made.step()])
-        assert sum(given, []) == expected
+        assert [token for tokens in given for token in tokens] == expected
         # The first step reads the prompt.
         whole, rest = divmod(count - 1, right + 1)
         assert [len(one) for one in given] == [1] + [right + 1] * whole + [rest] * bool(rest)
