@@ -1,5 +1,6 @@
 """What holds of every launch of the ops, seen without a GPU: of the calls in their lists, and of any size."""
 
+import collections
 import itertools
 import math
 import re
@@ -485,3 +486,29 @@ def test_kernels_read_16_bytes_at_once_where_rows_allow_it() -> None:
                         assert not all(rows_are_whole(x, 64) for x in matrices), (call.name, kernel)
                     seen.add((kernel.name, vector))
     assert {name for name, vector in seen if vector} == {name for name, vector in seen if not vector}
+
+
+def lies_well(x: torch.Tensor) -> bool:
+    """Whether a tensor is without gaps, and its rows, or its columns, are whole runs of 16 bytes."""
+    strides = sorted((step, size) for size, step in zip(x.shape, x.stride(), strict=True) if size > 1)
+    dense = all(step == math.prod(size for _, size in strides[:i]) for i, (step, _) in enumerate(strides))
+    row = strides[0][1] * x.element_size() if strides and x.dim() > 1 else 16
+    return dense and x.data_ptr() % 16 == 0 == row % 16
+
+
+def test_what_lies_well_is_not_copied() -> None:
+    """A call of such tensors launches kernels, and no op of PyTorch's moves numbers."""
+    joins = {"activation_backward_cast_blocks_transpose_dbias", "cat_cast_blocks_transpose_dbias"}  # of fp32, first
+    seen, most = collections.Counter[str](), 10
+    with DryGpu() as gpu:
+        for call in itertools.chain(*(cases.MODULES[name].calls(Inputs("cuda", filled=False)) for name in LISTS)):
+            given = list(tensors_of(call.args))
+            wide = call.name in joins and given[0].dtype == torch.float32
+            if wide or seen[call.name] == most or not all(x.numel() and lies_well(x) for x in given):
+                continue
+            gpu.lines.clear()
+            call.run()
+            moved = [line for line in gpu.lines if re.match(r"(copy_|clone|cat|contiguous|_to_copy)\(", line)]
+            assert not moved, (call.name, moved)
+            seen[call.name] += 1
+    assert {"gemm", "gemm_fp8", "norm", "cast_blocks", "attention", "attention_backward"} <= seen.keys()
