@@ -477,6 +477,9 @@ def test_kernels_read_16_bytes_at_once_where_rows_allow_it() -> None:
                     if x.dim() > 1 and x.dtype in (torch.float32, *HALVES) and x.shape != history and x.numel()
                 ]
                 for kernel in (one.kernel for one in gpu.launches[before:]):
+                    if kernel.name == "cross_entropy_backward":  # whose blocks begin where logits and dx are aligned
+                        logits, dx = (x.data_ptr() for x in (call.args[2], results))
+                        assert kernel.defines["VECTOR"] == ((logits - dx) % 16 == 0)
                     if "VECTOR" not in kernel.defines or {kernel.name, call.name} & others:
                         continue
                     vector = bool(kernel.defines["VECTOR"])

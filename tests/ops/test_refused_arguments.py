@@ -104,6 +104,15 @@ def refused(call: Call) -> str | None:
     return None
 
 
+def is_true(text: str | None, call: Call) -> None:
+    """Refuse a sentence that gives a tensor another dtype than it has."""
+    for name, entry, dtype in re.findall(r"\b(\w+)(?:\[(\d+)\])?(?: is)? (torch\.\w+)", text or ""):
+        if name in names(call):
+            found = call.args[names(call).index(name)]
+            found = found[int(entry)] if entry else found
+            assert not isinstance(found, torch.Tensor) or str(found.dtype) == dtype, (call.name, text)
+
+
 def made(name: str) -> list[Call]:
     """The calls of a file: shapes and dtypes, without numbers."""
     return list(cases.MODULES[name].calls(Inputs("meta", filled=False)))
@@ -140,7 +149,10 @@ def test_dtypes_and_ranks_that_no_call_has_are_refused(name: str) -> None:
         for place in places(call):
             x, of = place.of(call.args), f"{call.name}.{names(call)[place.argument]}"
             for dtype in (torch.float64, torch.complex64):
-                if of not in ANY_DTYPE and refused(place.replaced(call, x.to(dtype))) is None:
+                other = place.replaced(call, x.to(dtype))
+                text = refused(other)
+                is_true(text, other)
+                if of not in ANY_DTYPE and text is None:
                     taken.add((of, dtype))
             if of in ANY_RANK or x.numel() == 1:
                 continue
