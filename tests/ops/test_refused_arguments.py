@@ -154,6 +154,9 @@ def test_dtypes_and_ranks_that_no_call_has_are_refused(name: str) -> None:
                 is_true(text, other)
                 if of not in ANY_DTYPE and text is None:
                     taken.add((of, dtype))
+            for dtype in (torch.float32, torch.bfloat16, torch.float16):  # which some argument may have
+                other = place.replaced(call, x.to(dtype))
+                is_true(refused(other), other)
             if of in ANY_RANK or x.numel() == 1:
                 continue
             for other in (x.unsqueeze(0), x.flatten(0, 1) if x.dim() > 1 else x[0]):
