@@ -255,3 +255,15 @@ def test_a_sentence_states_where_numbers_begin_to_be_refused(name: str) -> None:
                 stated = numbers(text) - {end}
                 if stated <= numbers(at_edge) and what not in OF_SIZES:  # else they follow from the number itself
                     assert {inside, outside} & stated or in_words(text, inside, outside), (what, inside, outside, text)
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_lists_of_one_tensor_are_lists(name: str) -> None:
+    """A small call of each op with lists of tensors, cut to their first entries, runs or is refused in a sentence."""
+    if not any(isinstance(x, (list, tuple)) for call in made(name) for x in call.args):
+        return
+    for call in few(list(cases.MODULES[name].calls(Inputs("cpu"))))[:2]:
+        lists = [len(x) for x in call.args if isinstance(x, (list, tuple)) and len(x) > 1]
+        if lists:
+            args = (x[:1] if isinstance(x, (list, tuple)) and len(x) == lists[0] else x for x in call.args)
+            refused(Call(call.op, tuple(args)))

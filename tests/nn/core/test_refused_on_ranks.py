@@ -1,5 +1,6 @@
 """What layers refuse of tensors that ranks share, at the edge of what they accept: the checks alone, without ranks."""
 
+import re
 import types
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 
 from reference.nn.attentions import context_parallel_attention
 from reference.nn.attentions.exact_attention import Equation
+from reference.nn.core import context_parallel
 from reference.nn.core.tensor_parallel import TensorParallel
 from reference.ops.attentions.attention import BLOCK
 
@@ -108,5 +110,23 @@ def test_tokens_that_ranks_share_are_two_chunks(shape: tuple[int, ...], least: i
     if taken:
         check(None, "inp", x, "Linear", least)  # type: ignore[arg-type]
         return
-    with pytest.raises(ValueError, match=rf"^Linear: inp has shape .*a multiple of {TWO} on each rank\.$"):
+    accepted = re.escape("[sequence, ..., features]" if least > 1 else "[sequence, ...]")
+    said = rf"^Linear: inp has shape .*; {accepted} is accepted, the sequence a multiple of {TWO} on each rank\.$"
+    with pytest.raises(ValueError, match=said):
         check(None, "inp", x, "Linear", least)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("how", ["p2p", "all_gather", "a2a", "a2a+p2p"])
+def test_ranks_share_tokens_by_gathering_alone(how: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over one rank every way is none."""
+    module: Any = types.SimpleNamespace()
+    monkeypatch.setattr(context_parallel.dist, "get_world_size", lambda group: size)
+    monkeypatch.setattr(context_parallel.groups, "name_of", lambda group: "its name")
+    if size > 1 and how != "all_gather":
+        with pytest.raises(NotImplementedError, match=rf"cp_comm_type='{re.escape(how)}' with a cp_group of 2 ranks"):
+            context_parallel.take_context_group(module, "a group", None, how)
+        assert vars(module) == {}
+        return
+    context_parallel.take_context_group(module, "a group", list(range(size)), how)
+    assert vars(module) == {"cp_name": "its name" if size > 1 else None, "cp_comm_type": how}
