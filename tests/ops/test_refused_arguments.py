@@ -7,6 +7,7 @@ sentence names the last that is accepted.
 """
 
 import collections
+import copy
 import math
 import re
 import struct
@@ -18,6 +19,7 @@ import pytest
 import torch
 from shared.dry_gpu import DryGpu
 from shared.op_calls import LISTS
+from torch.utils._pytree import tree_map_only
 
 import optimized  # noqa: F401  (registers the CUDA kernels)
 from optimized.recordings import cases
@@ -25,6 +27,7 @@ from optimized.recordings.calls import Call, Inputs
 from reference.inspect.recorded_step.ops import tensors_of
 
 REFUSALS = (TypeError, ValueError, IndexError, NotImplementedError, RuntimeError)
+SMALL = 1 << 12  # numbers in a call that the CPU runs
 PATTERNS, OF_ONE = 6, 3  # how many kinds of calls of an op, and calls of one kind, are changed
 # Lists of numbers, whatever their places, and of words.
 ANY_RANK = {"clip_grads.grads", "grad_norm.grads", "normal.values", "word_sums.tensors"}
@@ -267,3 +270,20 @@ def test_lists_of_one_tensor_are_lists(name: str) -> None:
         if lists:
             args = (x[:1] if isinstance(x, (list, tuple)) and len(x) == lists[0] else x for x in call.args)
             refused(Call(call.op, tuple(args)))
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_what_the_definition_refuses_a_compiler_and_a_gpu_refuse(name: str) -> None:
+    """`outputs` does, which they call: not the arithmetic behind it, which is the CPU's alone."""
+    for there in few(made(name)):
+        numbers = [i for i, x in enumerate(there.args) if type(x) in (int, float)]
+        if not numbers or sum(x.numel() for x in tensors_of(there.args)) > SMALL:
+            continue
+        here = tree_map_only(torch.Tensor, lambda x: torch.zeros(x.shape, dtype=x.dtype), there.args)
+        if refused(Call(there.op, copy.deepcopy(here))) is not None:
+            continue  # zeros are no such values
+        for i in numbers:
+            for value in (-1, -(2**31)) if type(there.args[i]) is int else (-1.0, math.nan, -math.inf):
+                place = Place(i, None)
+                said = refused(place.replaced(Call(there.op, copy.deepcopy(here)), value))
+                assert said is None or refused(place.replaced(there, value)) is not None, (there.name, said)
