@@ -4,6 +4,7 @@ tests/bench/test_bandwidth_benches.py and tests/bench/test_gemm_benches.py have 
 GEMMs.
 """
 
+import contextlib
 import importlib.machinery
 import math
 import re
@@ -18,8 +19,9 @@ import torch
 from shared.dry_bench import is_summary, is_table
 from shared.dry_runs import is_drawn, launches, layers, percents, run
 
+from optimized import measure
 from optimized.bench.kernels import attention, attention_plot, gemm_equality, gemm_shapes
-from optimized.bench.layers import ladder, layer_recipes, layer_sweep, rowwise_torchao, stats, timeline
+from optimized.bench.layers import ladder, layer, layer_recipes, layer_sweep, rowwise_torchao, stats, timeline
 
 
 def test_gemms_of_random_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -344,3 +346,49 @@ def test_a_step_kernel_by_kernel() -> None:
     assert len(set(steps)) >= 4
     assert [step for step in steps if step.startswith("TransformerLayer")] == ["TransformerLayer, FP8"]
     assert counts[0] > counts[-1], "the fused layer has the fewest kernels"
+
+
+def test_one_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small ones: a GPT layer and a Llama-like one."""
+    monkeypatch.setattr(layer, "CASES", [one for one in layer.CASES if one.tokens <= 1024])
+    monkeypatch.setattr(layer, "on_one_core", contextlib.nullcontext)
+    with layers():
+        ran = run(layer)
+    rounds, recorded = iter(ran.rounds), {one["case"]["name"]: one for one in measure.read_result("layer")["cases"]}
+    assert len(ran.payload["cases"]) == 2
+    for found, case in zip(ran.payload["cases"], layer.CASES, strict=True):
+        timed, ceilings, one_core = next(rounds), next(rounds), next(rounds)
+        assert (timed.repeats, timed.warmup, one_core.warmup) == (6, layer.UNCOUNTED, layer.UNCOUNTED)
+        assert (ceilings.flush, ceilings.ahead) == (True, False)
+        assert found["case"] == recorded[case.name]["case"]
+        contestants = [(row["step"], row["attention"]) for row in found["rows"]]
+        assert contestants == [(row["step"], row["attention"]) for row in recorded[case.name]["rows"]]
+        parts = [statistics.median(timed.samples[name]) for name in found["parts"]]
+        assert found["parts_ms"] == pytest.approx(sum(parts))
+        products = case.products()
+        flop = sum(2 * m * n * k for m, n, k, _ in products.values())
+        times = {"×".join(map(str, products[name][:3])): ceilings.samples[name] for name in products}
+        copied = 2 * layer.COPY_BYTES / statistics.median(ceilings.samples["copy"])
+        for row in found["rows"]:
+            title = f"{row['step']} / {row['attention']}"
+            is_summary(row["ms"], timed.samples[title])
+            is_summary(row["ms_on_one_core"], one_core.samples[title])
+            assert bool(launches(timed.noted[title])) == (row["step"].startswith(("Transformer", "te.", "LayerNorm")))
+            assert (row["peak_bytes"] is None) == ("graph" in row["step"])
+            assert ("ops" in row, "memory" in row) == (row["step"] in layer.BROKEN_DOWN, row["step"] in layer.HELD)
+            ops = row.get("ops", ())
+            assert [op["ms"] for op in ops] == sorted((op["ms"] for op in ops), reverse=True)
+            for op in ops:
+                share = op["bytes"] / copied if op["bound"] == "memory" else None
+                if op["bound"] == "product" and op["sizes"] in times:
+                    share = op["count"] * statistics.median(times[op["sizes"]])
+                assert share is None or op["of_ceiling"] == pytest.approx(share / op["ms"]), op
+            gemms = [op for op in ops if op["bound"] == "product"]
+            assert not ops or sum(op["flop"] for op in gemms) == flop, title
+            assert not ops or sum(op["count"] for op in gemms) == len(products) == 12
+            held = row.get("memory", ())
+            assert [one["bytes"] for one in held] == sorted((one["bytes"] for one in held), reverse=True)
+    linears = next(rounds)
+    for row, times_of_one in zip(ran.payload["linear"]["rows"], linears.samples.values(), strict=True):
+        is_summary(row["ms"], times_of_one)
+    assert ran.payload["cupy_pool_bytes"] == 5

@@ -3,6 +3,7 @@
 import copy
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -179,3 +180,30 @@ def test_the_recorded_result_has_its_tables_and_its_picture(monkeypatch: pytest.
     for row in payload["groups"][0]["rows"]:
         parts = single_gpu_plot.shares(row)
         assert sum(parts.values()) == pytest.approx(single_gpu_tables.gib(row))
+
+
+def test_what_is_measured_is_kept_group_by_group() -> None:
+    """Of a run that is stopped the groups before are there; how far it is comes in order, and to 1 at its end."""
+    asked, told, kept = list[tuple[str, str, Any]](), list[float](), list[int]()
+
+    def found(how: str) -> Any:
+        return lambda group, *rest: asked.append((how, group.name, rest)) or {"group": group.name}
+
+    nothing = {"gemms": lambda repeats: [repeats], "batch_ms": lambda sizes: 0.5, "by_itself": found("alone")}
+    with (
+        mock.patch.multiple(single_gpu, **nothing, measured=found("in turn")),
+        mock.patch.object(single_gpu.layer, "clear"),
+        mock.patch.object(single_gpu.layer_models, "_engine"),
+        mock.patch.object(measure, "provenance", lambda kernels: {"kernels": list(kernels)}),
+    ):
+        payload = single_gpu.run(told.append, 3, SIZES, lambda part: kept.append(len(part["groups"])))
+    count = len(single_gpu.GROUPS)
+    assert kept == [*range(1, count + 1)]
+    assert [group["group"] for group in payload["groups"]] == [group.name for group in single_gpu.GROUPS]
+    assert asked == [
+        ("alone", one.name, (SIZES,)) if one.alone else ("in turn", one.name, (SIZES, 3)) for one in single_gpu.GROUPS
+    ]
+    assert told == sorted(set(told))
+    assert 0 < told[0] < told[-2] < told[-1] == 1
+    assert (payload["gemms"], payload["batch_ms"], payload["repeats"]) == ([6], 0.5, 3)
+    assert payload["provenance"]["kernels"] == list(single_gpu.KERNELS)

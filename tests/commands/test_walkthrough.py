@@ -57,6 +57,11 @@ def test_walkthrough_writes_one_self_contained_page(
     assert not re.findall(r"""(?:src|href)=["'](?!data:|#)""", page)
     assert "http" not in re.sub(r"data:[^\"]*", "", page)
     assert page.count("<img ") == page.count("data:image/svg+xml;base64,") >= 9
+    powers = re.findall(r"2([⁻⁰¹²³⁴⁵⁶⁷⁸⁹]+) = (\d[\d.]*(?:e[+-]\d+)?)", page)
+    assert powers
+    for exponent, number in powers:  # a sentence that says what a power of two is
+        value = 2.0 ** int(exponent.translate(str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789")))
+        assert float(number) == pytest.approx(value, rel=0.05), (exponent, number)
     out = capsys.readouterr().out
     assert "0 different" in out
     assert "bits/byte" in out

@@ -1,5 +1,6 @@
 """What holds of every launch of the ops, seen without a GPU: of the calls in their lists, and of any size."""
 
+import collections
 import itertools
 import math
 import re
@@ -22,6 +23,8 @@ from optimized.ops.gemms.gemm_tile import FP8_TILES, TILES
 from optimized.ops.norms import norm, norm_backward, norm_cast_transpose
 from optimized.recordings import cases
 from optimized.recordings.calls import Inputs
+from optimized.recordings.case import HALVES
+from reference.inspect.recorded_step.ops import tensors_of
 from reference.ops.optimizers.grad_norm import CHUNK
 
 SHARED_BYTES = 232448  # that a block of Hopper's can have
@@ -447,3 +450,68 @@ def test_scratch_of_attentions_gradient_has_room_for_all_of_dq() -> None:
                     assert gpu.bytes_at(int(scratch["dq"])) >= 4 * b * h * -(-sq // 128) * 128 * d
                     seen += 1
     assert seen
+
+
+def rows_are_whole(x: torch.Tensor, numbers: int) -> bool:
+    """Whether rows have whole runs of so many numbers, and begin at multiples of 16 bytes."""
+    steps = [step for size, step in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1]
+    aligned = all(step * x.element_size() % 16 == 0 for step in steps)
+    return x.data_ptr() % 16 == 0 and aligned and x.shape[-1] % numbers == 0
+
+
+def test_kernels_read_16_bytes_at_once_where_rows_allow_it() -> None:
+    """Not elsewhere, where an address would be no multiple of 16; and of long rows of whole runs always."""
+    others = {"cross_entropy_backward", "cross_entropy_mean", "total"}  # kernels that read numbers, whatever their rows
+    others.add("activation_scale_cast_transpose")  # an op that copies what is not aligned
+    history, seen = (4, 3), set[tuple[str, bool]]()
+    for name in LISTS:
+        if not any("VECTOR" in defines for defines in COMPILED.get(name, ())):
+            continue
+        with DryGpu(written=False) as gpu:
+            for call in cases.MODULES[name].calls(Inputs("cuda", filled=False)):
+                before = len(gpu.launches)
+                results = call.run()
+                matrices = [
+                    x
+                    for x in tensors_of([call.args, results])
+                    if x.dim() > 1 and x.dtype in (torch.float32, *HALVES) and x.shape != history and x.numel()
+                ]
+                for kernel in (one.kernel for one in gpu.launches[before:]):
+                    if kernel.name == "cross_entropy_backward":  # whose blocks begin where logits and dx are aligned
+                        logits, dx = (x.data_ptr() for x in (call.args[2], results))
+                        assert kernel.defines["VECTOR"] == ((logits - dx) % 16 == 0)
+                    if "VECTOR" not in kernel.defines or {kernel.name, call.name} & others:
+                        continue
+                    vector = bool(kernel.defines["VECTOR"])
+                    if vector:
+                        assert all(rows_are_whole(x, 16 // x.element_size()) for x in matrices), (call.name, kernel)
+                    else:
+                        assert not all(rows_are_whole(x, 64) for x in matrices), (call.name, kernel)
+                    seen.add((kernel.name, vector))
+    assert {name for name, vector in seen if vector} == {name for name, vector in seen if not vector}
+
+
+def lies_well(x: torch.Tensor) -> bool:
+    """Whether a tensor is without gaps, and its rows, or its columns, are whole runs of 16 bytes."""
+    strides = sorted((step, size) for size, step in zip(x.shape, x.stride(), strict=True) if size > 1)
+    dense = all(step == math.prod(size for _, size in strides[:i]) for i, (step, _) in enumerate(strides))
+    row = strides[0][1] * x.element_size() if strides and x.dim() > 1 else 16
+    return dense and x.data_ptr() % 16 == 0 == row % 16
+
+
+def test_what_lies_well_is_not_copied() -> None:
+    """A call of such tensors launches kernels, and no op of PyTorch's moves numbers."""
+    joins = {"activation_backward_cast_blocks_transpose_dbias", "cat_cast_blocks_transpose_dbias"}  # of fp32, first
+    seen, most = collections.Counter[str](), 10
+    with DryGpu() as gpu:
+        for call in itertools.chain(*(cases.MODULES[name].calls(Inputs("cuda", filled=False)) for name in LISTS)):
+            given = list(tensors_of(call.args))
+            wide = call.name in joins and given[0].dtype == torch.float32
+            if wide or seen[call.name] == most or not all(x.numel() and lies_well(x) for x in given):
+                continue
+            gpu.lines.clear()
+            call.run()
+            moved = [line for line in gpu.lines if re.match(r"(copy_|clone|cat|contiguous|_to_copy)\(", line)]
+            assert not moved, (call.name, moved)
+            seen[call.name] += 1
+    assert {"gemm", "gemm_fp8", "norm", "cast_blocks", "attention", "attention_backward"} <= seen.keys()

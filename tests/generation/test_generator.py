@@ -120,6 +120,29 @@ def test_drafts_change_no_word_and_save_steps(draft: str, in_fp8: bool) -> None:
                 assert steps == {"right": 4, "wrong": 12, "half": 5}[draft]
 
 
+@pytest.mark.parametrize("drafted", [1, 2, 3, 4])
+def test_a_step_gives_the_right_words_of_its_draft_and_one_more(drafted: int) -> None:
+    """Of drafts of each length, from none to all of them."""
+    model, prompt, count = model_of("plain"), [3, 4, 5, 3, 4], 9
+    expected = alone(model, prompt, count, te.Sampling())
+    text = prompt + expected
+    for right in range(drafted + 1):
+
+        def proposed(known: Sequence[int], most: int, right: int = right) -> list[int]:
+            words = text[len(known) : len(known) + most]
+            return words[:right] + [(token + 1) % VOCABULARY for token in words[right:]]
+
+        made = generator(model, draft_tokens=drafted, draft=proposed)
+        made.add(prompt, count, te.Sampling())
+        given = []
+        while made.busy:
+            given.append([word.token for word in made.step()])
+        assert [token for tokens in given for token in tokens] == expected
+        # The first step reads the prompt.
+        whole, rest = divmod(count - 1, right + 1)
+        assert [len(one) for one in given] == [1] + [right + 1] * whole + [rest] * bool(rest)
+
+
 def test_a_long_prompt_comes_in_pieces() -> None:
     """While it does, others get a token in each step."""
     model, long, short = model_of("plain"), list(range(2, 42)), [3, 4]

@@ -168,3 +168,23 @@ def test_each_row_has_a_setting_and_a_position(temperature: float, rows: int, se
     sentence = f"^sample: {settings} settings and {positions} positions of {rows} rows; as many are accepted.$"
     with pytest.raises(ValueError, match=sentence):
         sample(torch.zeros(rows, 10), [Sampling(temperature)] * settings, [1] * positions)
+
+
+@pytest.mark.parametrize(
+    ("name", "last", "beyond"),
+    [
+        ("temperature", 0, -5e-324),
+        ("temperature", 1e30, math.nextafter(1e30, math.inf)),
+        ("top_k", 0, -1),
+        ("top_k", 2**62, 2**62 + 1),
+        ("top_p", 0, -5e-324),
+        ("top_p", 1, math.nextafter(1.0, 2.0)),
+        ("seed", 0, -1),
+        ("seed", 2**64 - 1, 2**64),
+    ],
+)
+def test_numbers_are_taken_up_to_their_edge(name: str, last: float, beyond: float) -> None:
+    assert getattr(Sampling(**{name: last}), name) == last
+    for refused in (beyond, True, None, str(last)):
+        with pytest.raises(ValueError, match=rf"^Sampling: {name}=.*; an? (int|number) from 0 .* is accepted\.$"):
+            Sampling(**{name: refused})

@@ -299,3 +299,18 @@ def test_a_thousand_flipped_bits(tmp_path: Path) -> None:
             total[what] = total.get(what, 0) + n
     print(dict(sorted(total.items())))
     assert sum(total.values()) == 1000
+
+
+def test_each_bit_of_each_tensor_can_be_the_one_that_flips() -> None:
+    """`choice` is a share of the tensors that have numbers, `bit` one of the chosen one's bits, in their order."""
+    for dtype in (torch.bfloat16, torch.float32, torch.uint8):
+        size = 8 * dtype.itemsize
+        for chosen in range(2):
+            for place in range(3 * size):
+                tensors = [torch.zeros(3, 1, dtype=dtype), torch.zeros(0), torch.zeros(1, 3, dtype=dtype)]
+                fault = Fault(0, "before", chosen / 2, (place + 0.5) / (3 * size))
+                assert fault.flip(tensors) is tensors[2 * chosen]
+                words = [x.flatten().view(torch.uint8).tolist() for x in (tensors[0], tensors[2])]
+                assert sum(words[1 - chosen]) == 0
+                assert int.from_bytes(words[chosen], "little") == 1 << place
+    assert Fault(0, "before").flip([torch.zeros(0)]) is None

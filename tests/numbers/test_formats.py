@@ -376,3 +376,20 @@ def test_cast_of_all_2_to_the_32_fp32_words(fmt, capsys):
             elapsed = time.perf_counter() - begun
             print(f"\r{fmt.name}: {compared / 2**32:6.1%} of 2^32 words, {elapsed:.0f} s", end="", flush=True)
     assert compared == 1 << 32
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
+def test_a_conversion_is_tried_at_each_value_and_between_each_two(fmt: formats.Format8) -> None:
+    """On both sides, of both signs, and beyond the largest: a monotone one that is right there is right everywhere."""
+    pairs = formats._boundaries(fmt).view(torch.int32)
+    assert torch.equal(pairs[:, 0], pairs[:, 1])
+    tried = set(pairs[:, 0].tolist())
+    values = [fmt.value(code) for code in range(fmt.largest_code + 1)]
+    values.append(2 * values[-1] - values[-2])
+    numbers = [*values, *((a + b) / 2 for a, b in pairwise(values)), math.inf]
+    words = np.array(numbers, np.float32).view(np.int32)
+    assert np.array_equal(words.view(np.float32), numbers)  # exactly
+    for word in words.tolist():
+        for near in {max(word - 1, 0), word, word + 1}:
+            assert near in tried, (fmt, word)
+            assert near - 2**31 in tried, (fmt, word)

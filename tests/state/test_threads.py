@@ -10,7 +10,7 @@ from shared.bits import assert_same_bits
 
 import reference as te
 from reference.float8.float8_tensor import Float8Tensor
-from reference.state.threads import here
+from reference.state.threads import Thread, here
 
 RECIPE = te.DelayedScaling(amax_history_len=4)
 BF16 = torch.bfloat16
@@ -21,6 +21,12 @@ def nothing_stays_open() -> Iterator[None]:
     yield
     thread = here()
     assert [thread.autocasts, thread.inits, thread.first_runs, thread.recomputations] == [[], [], [], []]
+
+
+def test_a_new_thread_has_nothing_open() -> None:
+    thread = Thread()
+    assert not [name for name, value in vars(thread).items() if value and name not in ("number", "name")]
+    assert Thread().number > thread.number
 
 
 def layer(seed: int = 0) -> te.Linear:

@@ -438,28 +438,34 @@ class Map:
         for one in self.lines.get(module, {}).values():
             whole |= one
         here, near = self._names(word), f"/test_{Path(module).stem}"
+        room = f"tests/{Path(module).parent.relative_to(Path(module).parts[0])}/"
         tests = [name for name in self.places if name not in self.doubtful]
         rest = self._names(whole) | {name for name in tests if near in name}
         if not here:  # or other processes execute it, forks that coverage does not see
-            room = f"tests/{Path(module).parent.relative_to(Path(module).parts[0])}/"
             rest |= {name for name in tests if name.startswith(room) or "rank" in name or "process" in name}
         rest -= here
-        return self._ordered(here, near), self._ordered(rest, near)
+        return self._ordered(here, near, room), self._ordered(rest, near, room)
 
-    def _ordered(self, names: set[str], near: str) -> list[str]:
-        """One of each function before the second of any, of the module's own file eight; the quickest first."""
+    def _ordered(self, names: set[str], near: str, room: str) -> list[str]:
+        """One of each function before the second of any, of the module's own file eight.
+
+        First those of that file, then of the module's room: what it is for is tested there; the quickest of each first.
+        """
         groups: dict[str, list[str]] = collections.defaultdict(list)
         for name in sorted(names, key=lambda one: (self.seconds[one], one)):
             groups[name.partition("[")[0]].append(name)
         ranked = [
-            (place // 8 if near in name else place, name)
+            (
+                place // 8 if near in name else place,
+                near not in name,
+                not name.startswith(room),
+                self.seconds[name],
+                name,
+            )
             for group in groups.values()
             for place, name in enumerate(group)
         ]
-        return [
-            name
-            for _, name in sorted(ranked, key=lambda one: (one[0], near not in one[1], self.seconds[one[1]], one[1]))
-        ]
+        return [name for *_, name in sorted(ranked)]
 
 
 def _is_compiled(node: ast.FunctionDef) -> bool:

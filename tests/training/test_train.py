@@ -92,6 +92,15 @@ def test_a_mean_of_no_batches_is_refused(batches: Any) -> None:
         Trainer(TINY, corpus()).evaluate(batches)
 
 
+def test_an_evaluation_is_the_mean_of_its_batches() -> None:
+    trainer = Trainer(TINY, corpus())
+    with trainer._undisturbed():
+        losses = [float(trainer.model.loss(trainer._windows(trainer.unseen, i), trainer.recipe)) for i in range(3)]
+    assert len(set(losses)) == 3
+    for count in (1, 2, 3):
+        assert trainer.evaluate(count) == pytest.approx(math.fsum(losses[:count]) / count, rel=1e-12)
+
+
 def assert_two_hundred_steps(precision: str, device: str) -> None:
     found = hashes(precision, LONG, device)
     assert found == recorded(precision, LONG)

@@ -29,7 +29,9 @@ ALGORITHMS = ("max", "most_recent")
 def outputs(
     scales: list[torch.Tensor], amax_histories: list[torch.Tensor], fp8_max: float, margin: int, algorithm: str
 ) -> None:
-    """Refuse what `twin::scale_update` does not accept; any fp8_max and margin is accepted."""
+    """Refuse what `twin::scale_update` does not accept; any fp8_max is accepted."""
+    if margin < -1023:
+        raise ValueError(f"{OP}: margin={margin}; an int from -1023 on is accepted, whose power of two is a number.")
     if algorithm not in ALGORITHMS:
         raise ValueError(f"{OP}: algorithm={algorithm!r}; one of {ALGORITHMS} is accepted.")
     check_lengths(OP, "scales", len(scales), {"amax_histories": amax_histories})

@@ -24,8 +24,7 @@ OP = "twin::clip_grads"
 def outputs(grads: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:
     """Refuse what `twin::clip_grads` does not accept."""
     check_grads(OP, grads)
-    if len(grads):
-        check_like(OP, "norm", norm, torch.float32, (), grads[0].device)
+    check_like(OP, "norm", norm, torch.float32, (), grads[0].device if len(grads) else norm.device)
     if not max_norm >= 0:
         raise ValueError(f"{OP}: max_norm={max_norm!r}; a number >= 0 is accepted.")
 

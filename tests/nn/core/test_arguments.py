@@ -11,6 +11,7 @@ import torch
 from shared.constructor_cases import LAYERS, META
 
 import reference as te
+from reference.arguments import RULES, Rule
 
 NAN, INF = math.nan, math.inf
 MASKS = ("no_mask", "padding", "arbitrary", "causal", "causal_bottom_right", "padding_causal", "causal,padding")
@@ -237,3 +238,40 @@ def test_torchs_default_dtype_has_to_be_one_of_ours() -> None:
             te.Linear(16, 16)
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+# Of numbers that words alone say: the least and the most of fp32, as `reference.arguments` rounds them.
+IN_WORDS = {
+    "a positive finite number of fp32": "1e-45 3.4e38",
+    "a finite number of fp32, at least 0": "0 3.4e38",
+    "a finite number of fp32": "-3.4e38 3.4e38",
+    "te.DType.kFloat8E4M3 and te.DType.kFloat8E5M2": "7 8",
+}
+OF_NUMBERS = {rule.accepted: rule for rule in RULES.values() if rule.of_type(1) and re.search(r"[1-9]", rule.accepted)}
+PROBED = sorted({sign * base**power for sign in (1, -1) for base in (2, 3, 10) for power in range(64)} | {0})
+
+
+@pytest.mark.parametrize("rule", OF_NUMBERS.values(), ids=list(OF_NUMBERS))
+def test_the_numbers_in_a_rules_words_are_where_it_ends(rule: Rule) -> None:
+    """It changes its mind at each of them, and nowhere else."""
+    words, whole = rule.accepted, not rule.of_type(0.5)
+    for phrase, numbers in IN_WORDS.items():
+        words = words.replace(phrase, numbers)
+    multiple = re.search(r"a multiple of (\d+) from (\d+) to (\d+)", words)
+    if multiple:
+        step, least, most = map(int, multiple.groups())
+        assert [x for x in range(-20, 2 * most) if rule.fits(x)] == list(range(least, most + 1, step))
+        return
+    stated = [int(one) if whole else float(one) for one in re.findall(r"(?<!\w)-?\d+(?:\.\d+)?(?:e-?\d+)?", words)]
+
+    def minds(x: float) -> int:
+        """How many there are among a number and its neighbours."""
+        near = [int(x) - 1, int(x), int(x) + 1] if whole else [math.nextafter(x, -INF), x, math.nextafter(x, INF)]
+        return len(set(map(rule.fits, near)))
+
+    assert stated
+    for x in stated:
+        assert minds(x) == 2, x
+    for x in PROBED:
+        assert minds(x) == 1 or any(abs(x - one) <= (1 if whole else 0) for one in stated), x
+    assert whole or not rule.fits(NAN)
