@@ -41,7 +41,8 @@ class Fault:
 
     def flip(self, tensors: list[torch.Tensor]) -> torch.Tensor | None:
         """Flip a bit in one of these."""
-        tensors = [x for x in tensors if x.numel()]
+        # A word of an expanded tensor is several numbers.
+        tensors = [x for x in tensors if x.numel() and not _is_expanded(x)]
         if not tensors:
             return None
         x = tensors[int(self.choice * len(tensors))]
@@ -54,6 +55,10 @@ class Fault:
         return x
 
 
+def _is_expanded(x: torch.Tensor) -> bool:
+    return any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.stride(), strict=True))
+
+
 class Faulty(recorder.Recorder):
     """A recorder beside which bits flip."""
 
@@ -63,7 +68,8 @@ class Faulty(recorder.Recorder):
         return len(self.made.ops) == self.fault.op and self.fault.moment == moment and self.fault.flipped is None
 
     def _read(self, op: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> str:
-        if self._due("before"):
+        # What reads nothing is not recorded, and has no number: a profiler's mark in front of the op.
+        if self._due("before") and (self.fault.read is None or op.kind != "fed"):
             # Of an input of the step nobody knows what it was, and of memory that nobody has written neither.
             seen = {access.region.storage for access in self.made.accesses() if access.digest is not None}
             some = [x for x in given if recorder.has_numbers(x) and self._storage(x).number in seen]
