@@ -46,7 +46,8 @@ class DraftModel:
             while generator.busy:
                 for token in generator.step():
                     found[names[token.name]].append(token.token)
-        finally:  # after an error its requests wait, and nobody asks for them again
-            generator.waiting.clear()
+        finally:  # after an error its requests wait or run, and nobody asks for them again
+            for name in [*generator.running, *(one.name for one in generator.waiting)]:
+                generator.cancel(name)
             generator._tokens.clear()
         return found

@@ -86,7 +86,8 @@ class Generator:
         cuda_graphs: replay steps of one token from a CUDA graph for each batch size, rounded up to a power of two.
             `forward` must not wait for the GPU, nor write a parameter, and weights must stay where they are. Pages
             whose size is no multiple of 128 are gathered up to max_sequence_length. On a CPU such steps read the
-            same fixed tensors, without a graph. Without drafts `step` then returns tokens one call later.
+            same fixed tensors, without a graph. Without drafts `step` then returns tokens one call later, and all
+            calls are made on one stream: a step may still run when the next one is launched.
 
     Attributes:
         cache: the `InferenceParams`.

@@ -3,8 +3,9 @@
     with unwritten.held(weights):
         ...
 
-A GPU's kernel may read one of them before the kernel before it has ended (optimized/ops/gemms/ahead.py). That changes
-no word: it is what the whole block promises. A thread's blocks say nothing about another thread's.
+A GPU's kernel may read one of them before the kernel before it has ended (`GemmConfig.ahead`,
+optimized/ops/gemms/gemm_config.py). That changes no word: it is what the block promises. A thread's blocks say nothing
+about another's.
 """
 
 import contextlib
@@ -26,7 +27,8 @@ _thread = _Thread()
 def held(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
     """Nobody writes these in the block: no kernel that is launched in it, and none of another stream meanwhile."""
     outer = _thread.addresses
-    _thread.addresses = outer | {x.data_ptr() for x in tensors}
+    # 0 is the address of what has no memory of its own: a DTensor, a wrapper, nothing.
+    _thread.addresses = outer | {x.data_ptr() for x in tensors} - {0}
     try:
         yield
     finally:

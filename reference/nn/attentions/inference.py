@@ -419,7 +419,8 @@ class InferenceParams(OfCache, DeviceDefault):
 
     @property
     def positions(self) -> torch.Tensor:
-        """int64: each new token's place in its sequence, of tokens in the order [b, s]; packed as they lie."""
+        """int64: each new token's place in its sequence, of tokens in the order [b, s]; packed as they lie. After a
+        held step has ended, those of the next one."""
         if self._held is not None:
             return self._held.places
         places = [list(range(start, start + n)) for start, n in zip(self._starts, self._steps, strict=True)]
