@@ -100,7 +100,7 @@ class Tape:
                 self._graph, self._stream = self._captured(device, stream), stream
             launch.runtime().graphLaunch(self._graph.graphExec, stream)
         except BaseException:
-            groups.under_way.works.clear()  # what a sum over ranks had begun to send and receive
+            groups.abandon()  # what a sum over ranks had begun to send and receive
             raise
         finally:
             if previous != device:

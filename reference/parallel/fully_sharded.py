@@ -42,7 +42,7 @@ from reference.parallel.gradient_tree import Nodes, push
 from reference.parallel.peer_memory import PeerMemory, of_group
 from reference.state import scaling
 from reference.support.dtensor import is_dtensor, placed
-from reference.support.groups import bytes_of
+from reference.support.groups import all_gather, bytes_of
 
 Order = Any  # a GradientOrder, whose module imports this one
 
@@ -120,8 +120,9 @@ def shards(mesh: Any) -> int:
 def copy_engine_all_gather(model: torch.nn.Module) -> None:
     """Let `fully_shard`'s modules gather weights by their GPUs' copy engines (`reference.parallel.peer_memory`).
 
-    NCCL's kernels and persistent ones wait for each other. Where ranks cannot write to each other's memory, the process
-    group gathers as before. The words are the same.
+    NCCL's kernels and persistent ones wait for each other. Where ranks cannot write to each other's memory, or each
+    sees one GPU alone, the process group gathers as before. The words are the same. Without a backward no collective is
+    in flight, so that nothing tells a rank that another is gone.
 
     Args:
         model: which has modules that `fully_shard` sharded.
@@ -151,7 +152,7 @@ class CopyEngineAllGather:
         """From `input_tensor` [n], which may be this rank's part of it, to `output_tensor` [ranks · n]."""
         memory = of_group(group, input_tensor, PeerMemory)
         if memory is None:
-            return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+            return all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
         own, ranks = bytes_of(input_tensor), group.size()
         received = memory.exchange([own] * ranks, [own.numel()] * ranks)
         for place, part in zip(bytes_of(output_tensor).chunk(ranks), received, strict=True):

@@ -35,11 +35,9 @@ from reference.parallel.gradient_tree import Nodes, additions, nodes, owned, pus
 from reference.parallel.peer_memory import PeerMemory
 from reference.state import scaling
 from reference.support.dtensor import is_dtensor, placed, shard
-from reference.support.groups import bytes_of
+from reference.support.groups import all_gather, bytes_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Its name in torch 2.11 and in later ones, which warn of the former.
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 Sums = dict[torch.Tensor, torch.Tensor]  # by parameter
 
 
@@ -68,7 +66,7 @@ class GradientOrder:
             )
         self.groups = int(groups)
         self.mine = owned(self.groups, self.ranks, self.rank)
-        if peer_memory not in (None, True, False):
+        if not (peer_memory is None or isinstance(peer_memory, bool)):
             raise TypeError(f"GradientOrder: peer_memory={peer_memory!r}; True, False or None is accepted.")
         self.peer_memory = peer_memory
         self._memory: PeerMemory | Literal[False] | None = None  # None: nobody has asked yet
@@ -247,6 +245,8 @@ class GradientOrder:
                 if p.grad is None:
                     p.grad = torch.empty_like(p)
                 shard(p.grad).copy_(view)  # in place: it may be memory of a CUDA graph
+        if parameters:
+            self.beat(parameters[0].device)
 
     def _used(self, parameters: list[torch.Tensor], find_unused: bool) -> list[torch.Tensor]:
         """The parameters that have a gradient on any rank."""
@@ -305,7 +305,7 @@ class GradientOrder:
             return
         whole = out.numel() == self.ranks * size
         target = out if whole else out.new_empty(self.ranks * size)
-        _all_gather(bytes_of(target), bytes_of(piece), group=self.process_group)
+        all_gather(bytes_of(target), bytes_of(piece), group=self.process_group)
         if not whole:
             out.copy_(target[: out.numel()])
 
@@ -342,21 +342,21 @@ class GradientOrder:
         A rank that is gone leaves the others' streams waiting for its words. The process group sees that this
         collective does not end.
         """
-        if self._memory:
+        if self._peer_memory(device) is not None:
             if self._beat is None:
                 self._beat = torch.zeros(1, dtype=torch.float32, device=device)
             dist.all_reduce(self._beat, group=self.process_group, async_op=True)
 
     def _peer_memory(self, device: torch.device) -> PeerMemory | None:
         """How this order's ranks exchange, None: by the process group's collectives; all ranks ask for it alike."""
+        if device.type != "cuda" or self.ranks == 1 or torch.cuda.is_current_stream_capturing():
+            return None  # a graph would wait for the same numbers at each replay
         if self._memory is None:
-            self._memory = False
-            if device.type == "cuda" and self.peer_memory is not False:
-                group = self.process_group or dist.group.WORLD
-                why = peer_memory.obstacle(group, device)
-                if why and self.peer_memory:
-                    raise RuntimeError(f"GradientOrder: peer_memory=True, but {why}; None or False is accepted.")
-                self._memory = False if why else PeerMemory(group, device)
+            group = self.process_group or dist.group.WORLD
+            why = peer_memory.obstacle(group, device, self.peer_memory)
+            if why and self.peer_memory:
+                raise RuntimeError(f"GradientOrder: peer_memory=True, but {why}; None or False is accepted.")
+            self._memory = False if why else PeerMemory(group, device)
         return self._memory or None
 
     def _scaled(self, total: torch.Tensor) -> torch.Tensor:

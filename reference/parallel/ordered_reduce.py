@@ -27,7 +27,6 @@ Collectives move bytes: their backends need not know a dtype.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,8 +45,6 @@ BANDS = 4
 """At most so many: a band costs the host some tenths of a millisecond."""
 AHEAD = 2
 """How many bands a rank between two others asks for before it needs them."""
-# Torch 2.13 has the first name, and warns of the second.
-_ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
 
 
 def bands(rows: int) -> list[Band]:
@@ -85,6 +82,9 @@ def schedule(rank: int, count: int, rounds: int, number: int) -> Iterator[tuple[
                 yield "send", piece, band
             if receives and band + ahead < number:
                 yield "receive", piece, band + ahead
+
+
+# `Messages` go to the next rank and come from the one before, as all bands do: `to` and `source` are for others.
 
 
 def _receive(x: torch.Tensor, group: str, source: int) -> None:
@@ -150,7 +150,7 @@ def passed_on(
         if sent:
             groups.collective(_end, sent)
     except BaseException:
-        groups.under_way.works.clear()
+        groups.abandon()
         raise
     if not ended:
         return None
@@ -195,4 +195,4 @@ def _scatter(own: torch.Tensor, pieces: list[torch.Tensor], group: str, source: 
 
 
 def _gather(whole: torch.Tensor, x: torch.Tensor, group: str) -> None:
-    _ALL_GATHER(bytes_of(whole), bytes_of(x), group=groups.group_of(group))
+    groups.all_gather(bytes_of(whole), bytes_of(x), group=groups.group_of(group))

@@ -35,6 +35,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
+from reference.support import groups
+
 ALIGNED = 256  # bytes: where the part of each rank begins
 WORDS = 4096  # bytes before the halves, in which each rank has a word
 HALVES = 2
@@ -68,23 +70,35 @@ def copy(to: torch.Tensor, source: torch.Tensor) -> None:
     to.copy_(source, non_blocking=True)
 
 
-def shared(size: int, device: torch.device, group: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """`size` bytes of this rank, and those of each rank, which this one may write to; all ranks call it."""
+def shared(size: int, device: torch.device, name: str) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """`size` bytes of this rank, and those of each rank, which this one may write to; all ranks call it.
+
+    torch counts these calls in a process, whatever the group. Where ranks have made more of them than others, in groups
+    of their own, theirs do not meet.
+    """
     import torch.distributed._symmetric_memory as symmetric
 
     own = symmetric.empty(size, dtype=torch.uint8, device=device)
-    handle: Any = symmetric.rendezvous(own, group.group_name)
+    handle: Any = symmetric.rendezvous(own, name)  # type: ignore[arg-type]
     return own, [handle.get_buffer(rank, (size,), torch.uint8) for rank in range(handle.world_size)]
 
 
-def obstacle(group: Any, device: torch.device) -> str:
-    """Why the group's ranks cannot write to each other's memory, the same on all of them; "" if they can."""
-    mine = (socket.gethostname(), device.index)
+def obstacle(group: Any, device: torch.device, wanted: bool | None = None) -> str:
+    """Why the group's ranks cannot write to each other's memory, the same on all of them; "" if they can.
+
+    They cannot where each sees one GPU alone (`CUDA_VISIBLE_DEVICES`), which is then of one number. `wanted` is the
+    user's word, which must be one on all ranks.
+    """
     found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, mine, group=group)
-    if len({host for host, _ in found}) > 1:
+    dist.all_gather_object(found, (socket.gethostname(), device.index, wanted), group=group)
+    hosts, indices, words = zip(*found, strict=True)
+    if len(set(words)) > 1:
+        raise RuntimeError(f"peer_memory is {list(words)} on the ranks of a group; one value on all is accepted.")
+    if wanted is False:
+        return "peer_memory=False"
+    if len(set(hosts)) > 1:
         return "the ranks are on several hosts"
-    alone = [other for _, other in found if other != device.index]
+    alone = [other for other in indices if other != device.index]
     if len(alone) + 1 != len(found):
         return "two ranks have a GPU of one number"
     reached = all(
@@ -93,6 +107,18 @@ def obstacle(group: Any, device: torch.device) -> str:
     every: list[Any] = [None] * len(found)
     dist.all_gather_object(every, reached, group=group)
     return "" if all(every) else "a GPU cannot write to the memory of another"
+
+
+def fresh(size: int, device: torch.device, name: str) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """`shared`, `WORDS` that are 0 and `size` bytes; what is under way ends first, on all ranks of the group."""
+    group = groups.group_of(name)
+    torch.cuda.synchronize(device)
+    dist.barrier(group)
+    own, theirs = shared(WORDS + size, device, name)
+    own[:WORDS].zero_()
+    torch.cuda.synchronize(device)
+    dist.barrier(group)
+    return own, theirs
 
 
 class PeerMemory:
@@ -104,7 +130,7 @@ class PeerMemory:
     """
 
     def __init__(self, group: Any, device: torch.device) -> None:
-        self._group, self._device = group, device
+        self._name, self._device = groups.name_of(group), device  # a name: the group is a weak key of `_OF_GROUPS`
         self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
         self._half = 0  # bytes
         self._own = torch.empty(0)
@@ -113,15 +139,9 @@ class PeerMemory:
         self._stream: Any = None  # of the last exchange
 
     def _grow(self, size: int) -> None:
-        """Have halves of `size` bytes; what is under way ends first, on all ranks."""
-        torch.cuda.synchronize(self._device)
-        dist.barrier(self._group)
-        self._half = size
-        self._own, self._theirs = shared(WORDS + HALVES * size, self._device, self._group)
-        self._own[:WORDS].zero_()
-        self._number = 0
-        torch.cuda.synchronize(self._device)
-        dist.barrier(self._group)
+        """Have halves of `size` bytes."""
+        self._own, self._theirs = fresh(HALVES * size, self._device, self._name)
+        self._half, self._number = size, 0
 
     def exchange(self, given: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[torch.Tensor]:
         """Send `given[r]` to rank r, and get what each rank sends.
@@ -136,7 +156,7 @@ class PeerMemory:
         starts = [0]
         for size in sizes:
             starts.append(starts[-1] + -(-size // ALIGNED) * ALIGNED)
-        if starts[-1] > self._half:
+        if starts[-1] > self._half or not self._theirs:
             self._grow(starts[-1])
         current = torch.cuda.current_stream(self._device)
         if self._stream is not None and self._stream != current:  # exchanges come one after the other
@@ -162,6 +182,7 @@ class _Sent(NamedTuple):
     """As `dist.isend` returns it: torch's current stream waits until what was sent may be written again."""
 
     event: torch.cuda.Event
+    abandoned: Callable[[], None]
 
     def wait(self) -> None:
         torch.cuda.current_stream().wait_event(self.event)
@@ -171,6 +192,7 @@ class _Received(NamedTuple):
     """As `dist.irecv` returns it."""
 
     wait: Callable[[], None]
+    abandoned: Callable[[], None]
 
 
 class Messages:
@@ -183,27 +205,31 @@ class Messages:
     """
 
     def __init__(self, group: Any, device: torch.device) -> None:
-        self._group, self._device = group, device
+        self._name, self._device = groups.name_of(group), device  # a name: the group is a weak key of `_OF_GROUPS`
         self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
         self._next, self._before = (self._rank + 1) % self._ranks, (self._rank - 1) % self._ranks
         self._room = 0  # bytes
         self._own = torch.empty(0)
         self._theirs: list[torch.Tensor] = []
         self._sent = self._received = 0
-        self._stream: Any = None
+        self._stream: Any = None  # of sends
+        self._taking: Any = None  # of the last receive
+        self._broken = False
 
     def _fit(self, size: int) -> None:
         """Have rooms of `size` bytes."""
-        if size <= self._room:
-            return
-        torch.cuda.synchronize(self._device)
-        dist.barrier(self._group)
-        self._room = -(-size // ALIGNED) * ALIGNED
-        self._own, self._theirs = shared(WORDS + ROOMS * self._room, self._device, self._group)
-        self._own[:WORDS].zero_()
-        self._sent = self._received = 0
-        torch.cuda.synchronize(self._device)
-        dist.barrier(self._group)
+        if self._broken:
+            raise RuntimeError(
+                "a sum over these ranks has ended by an error, and their messages no longer agree; a new process group "
+                "is accepted."
+            )
+        if size > self._room or not self._theirs:
+            self._room = -(-size // ALIGNED) * ALIGNED
+            self._own, self._theirs = fresh(ROOMS * self._room, self._device, self._name)
+            self._sent = self._received = 0
+
+    def _abandoned(self) -> None:
+        self._broken = True
 
     def _place(self, memory: torch.Tensor, number: int, size: int) -> torch.Tensor:
         first = WORDS + number % ROOMS * self._room
@@ -222,15 +248,19 @@ class Messages:
                 wait(self._own.data_ptr() + TAKEN, self._sent - ROOMS)
             copy(self._place(theirs, self._sent, x.numel()), x)
             write(theirs.data_ptr() + GIVEN, self._sent)
-            return _Sent(self._stream.record_event())
+            return _Sent(self._stream.record_event(), self._abandoned)
 
     def receive(self, x: torch.Tensor) -> _Received:
         """Receive contiguous uint8 [n] from the rank before, where the result is waited for, in the order of calls."""
         self._fit(x.numel())
         self._received += 1
-        return _Received(functools.partial(self._take, x, self._received))
+        return _Received(functools.partial(self._take, x, self._received), self._abandoned)
 
     def _take(self, x: torch.Tensor, number: int) -> None:
+        current = torch.cuda.current_stream(self._device)
+        if self._taking is not None and self._taking != current:  # receives come one after the other
+            current.wait_stream(self._taking)
+        self._taking = current
         wait(self._own.data_ptr() + GIVEN, number)
         copy(x, self._place(self._own, number, x.numel()))
         write(self._theirs[self._before].data_ptr() + TAKEN, number)

@@ -37,6 +37,11 @@ def bytes_of(x: torch.Tensor) -> torch.Tensor:
     return x.view(-1).view(torch.uint8) if x.numel() else x.new_empty(0, dtype=torch.uint8)
 
 
+# Its name in later torches than 2.11, which warn of the other.
+all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
+"""`all_gather(out, x, group=group)`: the x of all ranks, one after the other."""
+
+
 class _UnderWay(threading.local):
     """Of each thread: by a tensor's address, what sends it or receives into it (`reference.parallel.ordered_reduce`).
 
@@ -48,6 +53,14 @@ class _UnderWay(threading.local):
 
 
 under_way = _UnderWay()
+
+
+def abandon() -> None:
+    """After an error: forget what was begun to be sent and received, and tell whoever counts messages."""
+    for work in under_way.works.values():
+        if hasattr(work, "abandoned"):
+            work.abandoned()
+    under_way.works.clear()
 
 
 def _called(function: Callable[..., Any], args: list[Any]) -> None:

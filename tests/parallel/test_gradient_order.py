@@ -176,3 +176,10 @@ def test_buckets_that_are_refused(dtype: torch.dtype, error: type[Exception], se
     bucket: Any = SimpleNamespace(buffer=lambda: torch.zeros(3, dtype=dtype))
     with pytest.raises(error, match=f"^tree_hook: {sentence}"):
         tree_hook(GradientOrder(2), bucket)
+
+
+@pytest.mark.parametrize("given", [0, 1, "yes", torch.ones(1)])
+def test_peer_memory_is_yes_no_or_where_it_can(given: Any) -> None:
+    with pytest.raises(TypeError, match="GradientOrder: peer_memory=") as found:
+        GradientOrder(2, peer_memory=given)
+    assert "True, False or None is accepted" in str(found.value)

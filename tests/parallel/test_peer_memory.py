@@ -1,6 +1,7 @@
 """Exchanges in each other's memory: what a rank receives is there until it has read it, however streams run."""
 
 import contextlib
+import gc
 import random
 from collections import deque
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import torch.distributed as dist
 
 from reference.parallel import ordered_reduce, peer_memory
 from reference.parallel.peer_memory import Messages, PeerMemory
+from reference.support import groups
 
 CPU, U8 = torch.device("cpu"), torch.uint8
 Work = tuple[Callable[[], bool], Callable[[], None]]  # whether it may begin, and what it does
@@ -31,6 +33,8 @@ class Streams:
         self.memory: dict[int, list[torch.Tensor]] = {}
         for name in ("copy", "write", "wait", "shared"):
             monkeypatch.setattr(peer_memory, name, getattr(self, name))
+        monkeypatch.setattr(groups, "name_of", lambda group: "some")
+        monkeypatch.setattr(groups, "group_of", lambda name: None)
         monkeypatch.setattr(dist, "get_rank", lambda group: self.rank)
         monkeypatch.setattr(dist, "get_world_size", lambda group: ranks)
         monkeypatch.setattr(dist, "barrier", lambda group: None)
@@ -162,3 +166,60 @@ def test_fewer_rooms_than_bands_would_not_do(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_there_are_as_many_rooms_as_bands() -> None:
     assert peer_memory.ROOMS >= ordered_reduce.BANDS
+
+
+def test_after_an_error_messages_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was begun is forgotten, so a rank could take one band for another."""
+    Streams(2, monkeypatch)
+    member, room = Messages(None, CPU), torch.zeros(300, dtype=U8)
+    groups.under_way.works[0] = member.receive(room)
+    groups.abandon()
+    assert not groups.under_way.works
+    for again in (member.send, member.receive):
+        with pytest.raises(RuntimeError, match="a sum over these ranks has ended by an error"):
+            again(room)
+
+
+def test_the_memory_of_a_group_goes_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    Streams(2, monkeypatch)
+    monkeypatch.setattr(peer_memory, "obstacle", lambda group, device: "")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    x: Any = SimpleNamespace(is_cuda=True, device=CPU)
+
+    class Group:
+        """With a weak reference."""
+
+    group = Group()
+    made = peer_memory.of_group(group, x, PeerMemory)
+    assert peer_memory.of_group(group, x, PeerMemory) is made
+    del group
+    gc.collect()
+    assert not [one for one in peer_memory._OF_GROUPS if isinstance(one, Group)]
+
+
+@pytest.mark.parametrize(
+    ("of_ranks", "wanted", "found"),
+    [
+        ([("a", 0, None), ("b", 1, None)], None, "the ranks are on several hosts"),
+        ([("a", 0, None), ("a", 0, None)], None, "two ranks have a GPU of one number"),
+        ([("a", 0, False), ("a", 1, False)], False, "peer_memory=False"),
+        ([("a", 0, None), ("a", 1, None)], None, "a GPU cannot write to the memory of another"),
+        ([("a", 0, True), ("a", 1, False)], True, None),
+    ],
+)
+def test_what_is_in_the_way_is_the_same_for_all_ranks(
+    of_ranks: list[Any], wanted: bool | None, found: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gather(into: list[Any], mine: Any, group: Any) -> None:
+        into[:] = of_ranks if isinstance(mine, tuple) else [mine, False]
+
+    monkeypatch.setattr(dist, "get_world_size", lambda group: len(of_ranks))
+    monkeypatch.setattr(dist, "all_gather_object", gather)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda device, other: True)
+    device = torch.device("cuda", 0)
+    if found is not None:
+        assert peer_memory.obstacle(None, device, wanted) == found
+        return
+    with pytest.raises(RuntimeError, match=r"peer_memory is \[True, False\] on the ranks of a group"):
+        peer_memory.obstacle(None, device, wanted)

@@ -27,7 +27,7 @@ from optimized.bench.models import on_ranks
 from optimized.bench.models.on_ranks import Benchmark, Row, Step, Turn, timed
 from optimized.bench.table import Table, table
 from optimized.tapes import call_groups
-from reference.parallel import ordered_reduce
+from reference.parallel import ordered_reduce, peer_memory
 from reference.support import groups
 
 WHAT = "ms of forward and backward of a Llama layer that several GPUs share"
@@ -208,7 +208,9 @@ def measured(contestant: tuple[Way, Case], device: torch.device) -> Row:
     """Of a way: ms of its steps, and of ours that ranks share what communication costs."""
     way, case = contestant
     bands = way.bands or ordered_reduce.BANDS
-    with mock.patch.object(call_groups, "LARGEST", -1), mock.patch.object(ordered_reduce, "BANDS", bands):
+    # A room for each band (`peer_memory`).
+    rooms = mock.patch.object(peer_memory, "ROOMS", max(bands, peer_memory.ROOMS))
+    with mock.patch.object(call_groups, "LARGEST", -1), mock.patch.object(ordered_reduce, "BANDS", bands), rooms:
         step = stepper(way, case, device)
         row: Row = {"ms": measure.spread(timed(step, device))}
         return row | (_communication(step, device) if way.ours and way.shared else {})
