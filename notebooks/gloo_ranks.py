@@ -144,7 +144,7 @@ def product(rank: int, ranks: int, how: str, x: torch.Tensor, w: torch.Tensor) -
 def bytes_sent(rank: int, ranks: int, groups: int, dtype: torch.dtype, words: int) -> torch.Tensor:
     """What a rank hands to other ranks for one parameter's gradient, counted where the bytes are handed over."""
     model, order = torch.nn.ParameterList([torch.ones(words, dtype=dtype)]), te.parallel.GradientOrder(groups)
-    to_owners, to_all = dist.all_to_all_single, gradient_order._all_gather
+    to_owners, to_all = dist.all_to_all_single, gradient_order.all_gather
     sent = 0
 
     def all_to_all(out: Any, given: Any, received: list[int], sizes: list[int], group: Any) -> None:
@@ -157,7 +157,7 @@ def bytes_sent(rank: int, ranks: int, groups: int, dtype: torch.dtype, words: in
         sent += (ranks - 1) * piece.nbytes
         to_all(out, piece, group=group)
 
-    with patch.object(dist, "all_to_all_single", all_to_all), patch.object(gradient_order, "_all_gather", all_gather):
+    with patch.object(dist, "all_to_all_single", all_to_all), patch.object(gradient_order, "all_gather", all_gather):
         for _ in order.microbatches(model, groups):
             model[0].float().sum().backward()
     return torch.tensor(sent)
