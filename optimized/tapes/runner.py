@@ -24,7 +24,7 @@ class TapeRunner(autograd.Runner):
         # Hooks that move what is saved (offloading) or compare it (checkpoint) get tensors, not arenas.
         hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         plain = hooked or tensors[0] is None or not tensors[0].is_cuda or torch._C._len_torch_dispatch_stack()
-        plain = plain or unwritten.some()  # launches that are right there alone
+        plain = plain or bool(unwritten.here.addresses)  # launches that are right there alone
         # A weight that is kept in FP8 comes quantized; its tensors lie where they lay in the step before.
         inputs, form = tensors, None
         if not _PLAIN.issuperset(map(type, tensors)):

@@ -133,7 +133,7 @@ class PeerMemory:
         self._name, self._device = groups.name_of(group), device  # a name: the group is a weak key of `_OF_GROUPS`
         self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
         self._half = 0  # bytes
-        self._own = torch.empty(0)
+        self._own = torch.empty(0, dtype=torch.uint8, device=device)
         self._theirs: list[torch.Tensor] = []
         self._number = 0  # of the last exchange
         self._stream: Any = None  # of the last exchange
@@ -209,7 +209,7 @@ class Messages:
         self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
         self._next, self._before = (self._rank + 1) % self._ranks, (self._rank - 1) % self._ranks
         self._room = 0  # bytes
-        self._own = torch.empty(0)
+        self._own = torch.empty(0, dtype=torch.uint8, device=device)
         self._theirs: list[torch.Tensor] = []
         self._sent = self._received = 0
         self._stream: Any = None  # of sends

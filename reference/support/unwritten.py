@@ -20,26 +20,26 @@ class _Thread(threading.local):
         self.addresses: frozenset[int] = frozenset()
 
 
-_thread = _Thread()
+here = _Thread()
 
 
 @contextlib.contextmanager
 def held(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
     """Nobody writes these in the block: no kernel that is launched in it, and none of another stream meanwhile."""
-    outer = _thread.addresses
+    outer = here.addresses
     # 0 is the address of what has no memory of its own: a DTensor, a wrapper, nothing.
-    _thread.addresses = outer | {x.data_ptr() for x in tensors} - {0}
+    here.addresses = outer | {x.data_ptr() for x in tensors} - {0}
     try:
         yield
     finally:
-        _thread.addresses = outer
+        here.addresses = outer
 
 
 def some() -> bool:
     """Whether this thread is in such a block."""
-    return bool(_thread.addresses)
+    return bool(here.addresses)
 
 
 def holds(x: torch.Tensor) -> bool:
     """Whether the tensor begins where one of them does."""
-    return x.data_ptr() in _thread.addresses
+    return x.data_ptr() in here.addresses
