@@ -307,12 +307,8 @@ def _cast(pairs: Sequence[tuple[ShardedWeight, torch.Tensor]]) -> None:
 
 def _share(parts: list[torch.Tensor], group: str) -> None:
     """Replace contiguous fp32 numbers from +0 on by their maximum over the ranks."""
-    if not parts:
-        return
-    flat = [part.view(-1) for part in parts]
-    together = torch.cat(flat)
-    groups.largest(together, groups.group_of(group))
-    torch._foreach_copy_(flat, together.split([part.numel() for part in flat]))
+    if parts:
+        groups.largest_together([part.view(-1) for part in parts], groups.group_of(group))
 
 
 def _amaxes_of_squares(target: ShardedWeight, values: torch.Tensor) -> torch.Tensor:

@@ -296,13 +296,10 @@ class GradientOrder:
 
     def _gather(self, piece: torch.Tensor, out: torch.Tensor) -> None:
         """Write to `out` [n] the pieces [size] of all ranks, one after the other; what is beyond n is left out."""
-        size = piece.numel()
         if (memory := self._peer_memory(out.device)) is not None:
-            sizes = [piece.nbytes] * self.ranks
-            for rank, part in enumerate(memory.exchange([bytes_of(piece)] * self.ranks, sizes)):
-                place = out[rank * size : (rank + 1) * size]
-                place.copy_(part.view(out.dtype)[: place.numel()])
+            memory.gather(bytes_of(piece), bytes_of(out))
             return
+        size = piece.numel()
         whole = out.numel() == self.ranks * size
         target = out if whole else out.new_empty(self.ranks * size)
         all_gather(bytes_of(target), bytes_of(piece), group=self.process_group)

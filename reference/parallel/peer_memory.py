@@ -177,6 +177,19 @@ class PeerMemory:
             for r in range(self._ranks)
         ]
 
+    def gather(self, own: torch.Tensor, out: torch.Tensor) -> None:
+        """Write to contiguous uint8 `out` what all ranks send to all, one after the other.
+
+        Args:
+            own: contiguous uint8 [size], the same size on all ranks; it may be this rank's place in `out`.
+            out: at most [ranks · size]; what is beyond it is left out.
+        """
+        size = own.numel()
+        for rank, part in enumerate(self.exchange([own] * self._ranks, [size] * self._ranks)):
+            place = out[rank * size : (rank + 1) * size]
+            if place.data_ptr() != part.data_ptr():
+                copy(place, part[: place.numel()])
+
 
 class _Sent(NamedTuple):
     """As `dist.isend` returns it: torch's current stream waits until what was sent may be written again."""

@@ -121,10 +121,7 @@ class DelayedScaling(Recipe):
 
 def reduce_amaxes(histories: list[torch.Tensor], group: Any) -> None:
     """Take the maximum of every row 0 over the process group, in one collective."""
-    rows = [history[0] for history in histories]
-    amaxes = torch.cat(rows)
-    groups.largest(amaxes, group)
-    torch._foreach_copy_(rows, amaxes.split([row.numel() for row in rows]))  # on a GPU one launch
+    groups.largest_together([history[0] for history in histories], group)
 
 
 class Delayed(Quantizer):

@@ -94,6 +94,13 @@ def largest(amaxes: torch.Tensor, group: Any) -> None:
     dist.all_reduce(amaxes.view(torch.int32), op=dist.ReduceOp.MAX, group=group)
 
 
+def largest_together(parts: list[torch.Tensor], group: Any) -> None:
+    """`largest` of several 1-D tensors, in one collective."""
+    together = torch.cat(parts)
+    largest(together, group)
+    torch._foreach_copy_(parts, together.split([part.numel() for part in parts]))  # on a GPU one launch
+
+
 def largest_in(amaxes: torch.Tensor, name: str) -> None:
     """`largest` of the group with that name, inside of a pair of functions."""
     collective(_largest, amaxes, name)

@@ -93,18 +93,23 @@ def test_transposed_codes_are_made_once_by_each_backward() -> None:
     assert launched.count("multi_transpose") == layers
 
 
-def test_a_gathering_does_not_look_at_signatures_of_functions() -> None:
-    """FSDP2 asks for that of `fsdp_pre_all_gather`, which is known: once in a step for each weight and gathering."""
+def profiled(layers: int, ordered: bool, kept: bool) -> Any:
+    """What `pstats.Stats.stats` has of the second step."""
     with DryShards(written=False) as gpu:
         gpu.tapes()
-        step = Step(gpu, 2, ordered=False, kept=True)
+        step = Step(gpu, layers, ordered=ordered, kept=kept)
         step()
         profile = cProfile.Profile()
         profile.enable()
         step()
         profile.disable()
     stats: Any = pstats.Stats(profile)
-    calls = {name: count for (_, _, name), (count, *_) in stats.stats.items()}
+    return stats.stats
+
+
+def test_a_gathering_does_not_look_at_signatures_of_functions() -> None:
+    """FSDP2 asks for that of `fsdp_pre_all_gather`, which is known: once in a step for each weight and gathering."""
+    calls = {name: count for (_, _, name), (count, *_) in profiled(2, ordered=False, kept=True).items()}
     assert calls.get("fsdp_pre_all_gather") == 2 * 2 * 4
     assert calls.get("_signature_from_function", 0) < 2 * 2 * 4
 
@@ -113,16 +118,8 @@ def test_checks_of_a_step_grow_with_the_model() -> None:
     """Python calls of the written order, and of walks over modules: of twice the layers at most twice as many."""
 
     def calls(layers: int) -> int:
-        with DryShards(written=False) as gpu:
-            gpu.tapes()
-            step = Step(gpu, layers, ordered=True, kept=False)
-            step()
-            profile = cProfile.Profile()
-            profile.enable()
-            step()
-            profile.disable()
-        found: Any = pstats.Stats(profile)
+        found = profiled(layers, ordered=True, kept=False)
         watched = ("reference/parallel/", "torch/nn/modules/module.py")
-        return sum(count for (file, *_), (count, *_) in found.stats.items() if any(one in file for one in watched))
+        return sum(count for (file, *_), (count, *_) in found.items() if any(one in file for one in watched))
 
     assert calls(6) <= 2 * calls(3)

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import itertools
 import random
 from collections import deque
 from collections.abc import Callable
@@ -223,3 +224,27 @@ def test_what_is_in_the_way_is_the_same_for_all_ranks(
         return
     with pytest.raises(RuntimeError, match=r"peer_memory is \[True, False\] on the ranks of a group"):
         peer_memory.obstacle(None, device, wanted)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("short", [0, 5])
+def test_a_gather_has_the_parts_of_all_ranks_in_order(
+    in_place: bool, short: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of some bytes, twice, into an output that may lack the last of them."""
+    for seed in range(10):
+        ranks, streams, outs = 3, Streams(3, monkeypatch), []
+        members = []
+        for streams.rank in range(ranks):
+            members.append(PeerMemory(None, CPU))
+            members[-1]._grow(4096)
+        for streams.rank, number in itertools.product(range(ranks), range(2)):
+            out = torch.zeros(3 * 40 - short, dtype=U8)
+            place = out[40 * streams.rank : 40 * streams.rank + 40]
+            own = part(streams.rank, 0, number, 40)
+            if in_place and place.numel() == 40:
+                own = place.copy_(own)
+            members[streams.rank].gather(own, out)
+            outs.append((out, torch.cat([part(sender, 0, number, 40) for sender in range(ranks)])[: 120 - short]))
+        streams.run(random.Random(seed))
+        assert all(torch.equal(found, wanted) for found, wanted in outs)

@@ -199,22 +199,15 @@ def tables(payload: Payload) -> list[Table]:
 def summary(payload: Payload) -> list[tuple[str, str, str, str]]:
     """README's row: the written order under DDP and FSDP2, beside PyTorch's sums, for the first model."""
     model, rows = next(iter(by_model(payload).items()))
-    ours, theirs = ({way.sharing: way.name for way in WAYS if wanted(way)} for wanted in (_in_order, _of_torch))
+    ours = {how: Way(True, how, ordered=True).name for how in (DDP, FSDP)}
+    theirs = {how: Way(False, how).name for how in (DDP, FSDP)}
     ms = {row["way"]: row["ms"]["median"] for row in rows}
-    both = [how for how in (DDP, FSDP) if {ours[how], theirs[how]} <= ms.keys()]
+    both = [how for how in ours if {ours[how], theirs[how]} <= ms.keys()]
     tokens = 1e3 * rows[0]["tokens"]
     mine, other = (", ".join(f"{tokens / ms[name[how]]:,.0f}" for how in both) for name in (ours, theirs))
     what = f"{' and '.join(both)} on {payload['ranks']} H200s, the bits of one, {rows[0]['layers']} layers of {model}"
     faster = ", ".join(f"{ms[theirs[how]] / ms[ours[how]]:.2f}" for how in both)
     return [(what, f"{mine} tokens/s a GPU", f"PyTorch, compiled, bf16: {other}", f"{faster}×")]
-
-
-def _in_order(way: Way) -> bool:
-    return way.ours and way.ordered and not way.kept
-
-
-def _of_torch(way: Way) -> bool:
-    return not way.ours
 
 
 def run(

@@ -12,7 +12,7 @@ Ours runs without tapes: at this size the GPU is the slower one.
 
 import argparse
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -218,11 +218,12 @@ def measured(contestant: tuple[Way, Case], device: torch.device) -> Row:
 
 def tables(payload: Payload) -> list[Table]:
     """Each way, beside the same library's on one GPU, and what of ours is communication."""
-    alone = {ours: ms for way in (Way(True, False), Way(False, False)) for ours, ms in _alone(payload, way)}
+    found = {row["way"]: row["ms"]["median"] for row in payload["rows"]}
+    ours, theirs = (found.get(Way(whose, False).name) for whose in (True, False))
     cells = []
     for row in payload["rows"]:
         parts = [row.get(name) for name in ("communication alone", "without communication")]
-        one = alone.get(row["way"].startswith("Twin Engine"))
+        one = ours if row["way"].startswith("Twin Engine") else theirs
         ms = row["ms"]["median"]
         cells.append(
             (
@@ -238,12 +239,6 @@ def tables(payload: Payload) -> list[Table]:
     )
     columns = ("", "ms", "speed over one GPU", "communication alone", "without communication")
     return [table(payload, "Tensor parallel", columns, cells, how)]
-
-
-def _alone(payload: Payload, way: Way) -> Iterator[tuple[bool, float]]:
-    for row in payload["rows"]:
-        if row["way"] == way.name:
-            yield way.ours, row["ms"]["median"]
 
 
 def run(
