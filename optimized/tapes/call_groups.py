@@ -12,6 +12,9 @@ A call that allocates more than `LARGEST` bytes always runs, because its kernels
 it would hold more: those of a layer of hidden 2048 with 8192 tokens allocate less, under any recipe. Measuring or
 recording a call costs as much as running it. So where shapes keep changing, because each batch has lengths of its own,
 this ends after `MOST_MISSES` times.
+
+Where ranks share a layer a call has several times as many launches and messages, so its Python takes longer: there it
+may allocate `LARGEST_SHARED` bytes.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +30,7 @@ from optimized.tapes.tape import Tape
 from optimized.tapes.tape_recorder import TapeRecorder, Watch
 from reference.support.nested import Tensors
 
-LARGEST = 448 << 20
+LARGEST, LARGEST_SHARED = 448 << 20, 4 << 30
 MOST_GROUPS, MOST_TAPES = 4096, 256  # groups (a layer takes up to four for each length), and tapes of one group
 MOST_MISSES = 4096  # by how many misses may outnumber hits
 MOST_MOVED = 4096  # tapes of all groups that were moved: some 15 KB each
@@ -67,6 +70,7 @@ class CallGroup:
 
     def measure(self, run: Function) -> tuple[Tensors, Tensors]:
         """Run the first call, and note what it allocates."""
+        collectives_before = collectives.made
         with Watch() as watch:
             results, saved = run()
         last = {one.address: i for i, one in enumerate(watch.allocated)}
@@ -76,7 +80,8 @@ class CallGroup:
         self.results = Results(results)
         whole = all(x is None or (x.is_contiguous() and x.numel()) for x in results)
         distinct = -1 not in owners and len(owners) == sum(x is not None for x in results)
-        self.usable = watch.usable and whole and distinct and sum(self.sizes) <= LARGEST
+        most = LARGEST if collectives.made == collectives_before else LARGEST_SHARED
+        self.usable = watch.usable and whole and distinct and sum(self.sizes) <= most
         return results, saved
 
     def allocate(self, where: int, device: torch.device) -> torch.Tensor | None:

@@ -72,7 +72,7 @@ class Shared(NamedTuple):
         if len(self.sizes) > 1:
             sizes = list(self.sizes)
             pieces = list(zip(pieces_of(a, sizes), pieces_of(b, sizes), strict=True))
-        out = ordered_reduce.passed_on(
+        return ordered_reduce.passed_on(
             self.group,
             shape,
             lambda piece, band, start: part(
@@ -80,9 +80,10 @@ class Shared(NamedTuple):
             ),
             lambda band, sums: end(sums, a, b, bias, out_dtype),
             len(pieces),
+            out_dtype,
+            self.sequence,
             device,
         )
-        return ordered_reduce.from_last(self.group, out, shape, out_dtype, self.sequence, device)
 
     def quantizers(self, roles: GemmRoles, found: dict[str, Quantizer]) -> None:
         """Let the quantizers of a map's tensors see those of all ranks."""

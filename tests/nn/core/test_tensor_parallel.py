@@ -575,7 +575,7 @@ def noted(name):
     return call
 
 
-for name in ("_receive", "_send", "_end", "_broadcast", "_scatter", "_gather"):
+for name in ("_receive", "_send", "_end", "_hand_out", "_take", "_gather"):
     setattr(ordered_reduce, name, noted(name))
 groups.largest = noted("largest")
 groups.group_of = lambda name: None
@@ -623,7 +623,8 @@ def test_a_tape_contains_a_chain(rank: int, mode: str) -> None:
     expected = {"_receive": bands, "_end": bands} if rank else {"_send": bands, "_end": 1}
     for called in (first[0], last[1]):
         assert {name: called.count(name) for name in ("_receive", "_send", "_end") if name in called} == expected
-        assert called.count("_scatter") == 1
+        assert called.count("_take") == 1
+        assert called.count("_hand_out") == (bands if rank else 0)
         assert called.count("_gather") == (
             1 if row else 2
         )  # numbers for a bias's gradient; codes, and their transposes
