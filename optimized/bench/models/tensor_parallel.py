@@ -186,13 +186,15 @@ def _calls(step: Step) -> list[Call]:
 
 
 def _bytes(calls: list[Call]) -> int:
-    """How many bytes a rank sends."""
+    """How many bytes a rank sends and, of sums, receives."""
     rank, found = dist.get_rank(), 0
     for function, args in calls:
-        if function is ordered_reduce._send:
+        if function in (ordered_reduce._send, ordered_reduce._receive):
             found += args[0].nbytes
         elif function is ordered_reduce._hand_out:
             found += sum(x.nbytes for to, x in enumerate(args[1]) if to != rank)
+        elif function is ordered_reduce._take and not args[2]:
+            found += args[0].nbytes
         elif function is ordered_reduce._gather:
             found += args[1].nbytes * (dist.get_world_size() - 1)
     return found
@@ -205,7 +207,7 @@ def _only_shapes(function: Callable[..., Any], args: list[Any]) -> None:
 
 
 def _communication(step: Step, device: torch.device) -> Row:
-    """The times without communication and of it alone, and how many bytes a rank sends."""
+    """The times without communication and of it alone, and how many bytes a rank sends and receives."""
     calls = _calls(step)
     tape = Tape()
     for function, args in calls:
