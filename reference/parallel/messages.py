@@ -3,8 +3,11 @@
 A message goes to a room of the receiver's memory (`reference.parallel.peer_memory`). A room has one sender, and is
 guarded by two words: FULL in the receiver's memory, BUSY in the sender's. Both begin as 0:
 
-    send        on a stream of its own:     wait until BUSY is 0, write 1 to it;  copy;      write 1 to FULL
-    receive     on torch's current stream:  wait until FULL is 1, write 0 to it;  copy out;  write 0 to BUSY
+    send        wait until BUSY is 0, write 1 to it;  copy;      write 1 to FULL
+    receive     wait until FULL is 1, write 0 to it;  copy out;  write 0 to BUSY
+
+Each is done on a stream of its own, which begins when torch's current stream is at the call, and for which that waits
+where the result is used. So a message arrives and is copied while something else is computed.
 
 Nothing is counted: which room a message takes follows from its distance (how many ranks on the receiver is), its size
 and its number, which are in the call. So ranks agree about it even where one replays a graph while another makes the
@@ -12,8 +15,8 @@ calls one by one, and a graph may be replayed any number of times. Words wait fo
 nothing.
 
 No wait comes before what the other rank needs to end it, even if a GPU does the work of all streams in the order in
-which the host gave it (`CUDA_DEVICE_MAX_CONNECTIONS=1`): a rank sends at most as many messages as there are rooms
-before the receiver takes them.
+which the host gave it (`CUDA_DEVICE_MAX_CONNECTIONS=1`): ranks send before they receive what depends on it, and receive
+before they compute.
 """
 
 from collections.abc import Callable, Iterable
@@ -25,7 +28,7 @@ import torch.distributed as dist
 from reference.parallel import peer_memory
 from reference.support import groups
 
-ROOMS = 8
+ROOMS = 4
 """Of a distance and a size, where messages have numbers."""
 LEAST = 1 << 16  # bytes of a room; others are twice as large, and so on
 FULL, BUSY, BOTH = 0, 4, 8  # bytes: where a room's words are, and how many they are
@@ -52,21 +55,16 @@ class _Box(NamedTuple):
         return memory[first : first + size]
 
 
-class Sent(NamedTuple):
-    """As `dist.isend` returns it: torch's current stream waits until what was sent may be written again."""
+class UnderWay(NamedTuple):
+    """As `dist.isend` and `dist.irecv` return it: what is sent or received."""
 
-    event: torch.cuda.Event
+    events: tuple[torch.cuda.Event, ...]
     abandoned: Callable[[], None]
 
     def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self.event)
-
-
-class Received(NamedTuple):
-    """As `dist.irecv` returns it."""
-
-    wait: Callable[[], None]
-    abandoned: Callable[[], None]
+        """Let torch's current stream wait until it is there, or until what was sent may be written again."""
+        for event in self.events:
+            torch.cuda.current_stream().wait_event(event)
 
 
 class Messages:
@@ -81,8 +79,7 @@ class Messages:
         self._name, self._device = groups.name_of(group), device  # a name: the group is a weak key
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self._boxes: dict[tuple[int, int, int], _Box] = {}
-        self._stream: Any = None  # of sends
-        self._taking: Any = None  # the stream of the last receive
+        self._streams: Any = None  # of sends, and of receives
         self._broken = False
         self._calls = 0
         self._beat: torch.Tensor | None = None
@@ -113,37 +110,40 @@ class Messages:
         """After an error: it is not known which words are written."""
         self._broken = True
 
-    def send(self, x: torch.Tensor, to: int, size: int, rooms: int = 1, number: int = 0) -> Sent:
+    def _beside(self, which: int) -> Any:
+        """The stream of sends (0) or of receives (1), which begins when torch's current stream is here."""
+        if self._streams is None:
+            self._streams = [torch.cuda.Stream(self._device, priority=-1) for _ in range(2)]
+        stream = self._streams[which]
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        return stream
+
+    def send(self, x: torch.Tensor, to: int, size: int, rooms: int = 1, number: int = 0) -> UnderWay:
         """Send contiguous uint8 [n] to a rank; its memory stays until the result has been waited for.
 
         Args:
             x: at most `size` bytes.
             to: the rank.
             size, rooms: as they were given to `prepare`.
-            number: which of the rooms.
+            number: of the message; with each number the next room is taken, in turn.
         """
-        box = self._boxes[(to - self.rank) % self.ranks, rooms, _class_of(size)]
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(self._device, priority=-1)
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
+        box, number = self._boxes[(to - self.rank) % self.ranks, rooms, _class_of(size)], number % rooms
+        stream = self._beside(0)
+        with torch.cuda.stream(stream):
             peer_memory.swap(box.own.data_ptr() + BOTH * number + BUSY, 0, 1)
             peer_memory.copy(box.room(box.there, number, x.numel()), x)
             peer_memory.write(box.there.data_ptr() + BOTH * number + FULL, 1)
-            return Sent(self._stream.record_event(), self.abandoned)
+            return UnderWay((stream.record_event(),), self.abandoned)
 
-    def receive(self, x: torch.Tensor, source: int, size: int, rooms: int = 1, number: int = 0) -> None:
-        """Receive contiguous uint8 [n] from a rank, on torch's current stream; the other arguments are `send`'s."""
-        box = self._boxes[(self.rank - source) % self.ranks, rooms, _class_of(size)]
-        current = torch.cuda.current_stream(self._device)
-        # Receives come one after the other. A graph does not wait for a stream outside of it, nor the other way around.
-        if not torch.cuda.is_current_stream_capturing():
-            if self._taking is not None and self._taking != current:
-                current.wait_stream(self._taking)
-            self._taking = current
-        peer_memory.swap(box.own.data_ptr() + BOTH * number + FULL, 1, 0)
-        peer_memory.copy(x, box.room(box.own, number, x.numel()))
-        peer_memory.write(box.back.data_ptr() + BOTH * number + BUSY, 0)
+    def receive(self, x: torch.Tensor, source: int, size: int, rooms: int = 1, number: int = 0) -> UnderWay:
+        """Receive contiguous uint8 [n] from a rank, in the order of calls; the other arguments are `send`'s."""
+        box, number = self._boxes[(self.rank - source) % self.ranks, rooms, _class_of(size)], number % rooms
+        stream = self._beside(1)
+        with torch.cuda.stream(stream):
+            peer_memory.swap(box.own.data_ptr() + BOTH * number + FULL, 1, 0)
+            peer_memory.copy(x, box.room(box.own, number, x.numel()))
+            peer_memory.write(box.back.data_ptr() + BOTH * number + BUSY, 0)
+            return UnderWay((stream.record_event(),), self.abandoned)
 
     def beat(self) -> None:
         """In some calls, have a collective of the process group in flight; all ranks call it alike.

@@ -29,15 +29,14 @@ it. All that is work of streams, which a CUDA graph may hold: the functions that
 dtype.
 """
 
-import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from reference.parallel import messages, peer_memory
-from reference.parallel.messages import ROOMS, Messages, Received, Sent
+from reference.parallel.messages import ROOMS, Messages, UnderWay
 from reference.support import groups
 from reference.support.groups import bytes_of
 
@@ -105,8 +104,7 @@ def _peers(group: str, device: torch.device, ahead: int, size: int, rooms: int =
     return found if found is not None and found.prepare(range(1, ahead + 1), size, rooms) else None
 
 
-# A band's number is that of its room. Of a sum all have one size, the first's, but for the last band, which may have
-# less.
+# `size` is that of a sum's first band; the last one may have less. `number` is a band's.
 
 
 def _receive(x: torch.Tensor, group: str, source: int, size: int, number: int) -> bool:
@@ -114,8 +112,7 @@ def _receive(x: torch.Tensor, group: str, source: int, size: int, number: int) -
     if peers is None:
         work: Any = dist.irecv(bytes_of(x), group=groups.group_of(group), group_src=source)
     else:
-        take = functools.partial(peers.receive, bytes_of(x), source, size, ROOMS, number)
-        work = Received(take, peers.abandoned)
+        work = peers.receive(bytes_of(x), source, size, ROOMS, number)
     groups.under_way.works[x.data_ptr()] = work
     return peers is not None
 
@@ -135,7 +132,7 @@ def _end(some: list[torch.Tensor]) -> bool:
     works = [groups.under_way.works.pop(x.data_ptr()) for x in some]
     for work in works:
         work.wait()
-    return all(isinstance(work, Received | Sent) for work in works)
+    return all(isinstance(work, UnderWay) for work in works)
 
 
 def passed_on(
@@ -239,23 +236,49 @@ def _take(
     if rank + 1 < count:
         for number, place in enumerate(places):
             if place.numel():
-                peers.receive(bytes_of(place), count - 1, size, ROOMS, number)
-        return True
-    for place, one in zip(places, ended, strict=True):
-        if place.numel():
-            peer_memory.copy(place, one[-len(place) :])  # of each band the last rank has the last rows
+                groups.under_way.works[out.data_ptr()] = peers.receive(bytes_of(place), count - 1, size, ROOMS, number)
+    else:
+        for place, one in zip(places, ended, strict=True):
+            if place.numel():
+                peer_memory.copy(place, one[-len(place) :])  # of each band the last rank has the last rows
     work = groups.under_way.works.pop(out.data_ptr(), None)
     if work is not None:
         work.wait()
     return True
 
 
+class Gathering(NamedTuple):
+    """Rows of all ranks that are under way, from this rank's, whose memory stays until they are there."""
+
+    whole: torch.Tensor
+    own: torch.Tensor
+
+    def rows(self) -> torch.Tensor:
+        """The rows; called once."""
+        if self.whole.numel():
+            groups.collective(_end, [self.whole])
+        return self.whole
+
+
+def gathering(group: str, x: torch.Tensor) -> Gathering:
+    """Begin to gather the rows of all ranks `[t · m, n]`, rank 0's first, from this rank's x `[m, n]`; all have as
+    many."""
+    one = Gathering(x.new_empty((ranks_of(group)[1] * x.shape[0], *x.shape[1:])), x.contiguous())
+    if one.whole.numel():
+        groups.collective(_gather, *one, group)
+    return one
+
+
 def gathered_rows(group: str, x: torch.Tensor) -> torch.Tensor:
     """The rows of all ranks `[t · m, n]`, rank 0's first, from this rank's x `[m, n]`; all have as many."""
-    whole = x.new_empty((ranks_of(group)[1] * x.shape[0], *x.shape[1:]))
-    if whole.numel():
-        groups.collective(_gather, whole, x.contiguous(), group)
-    return whole
+    return gathering(group, x).rows()
+
+
+class _Done:
+    """What a collective of the process group leaves to wait for."""
+
+    def wait(self) -> None:
+        pass
 
 
 def _gather(whole: torch.Tensor, x: torch.Tensor, group: str) -> bool:
@@ -263,12 +286,15 @@ def _gather(whole: torch.Tensor, x: torch.Tensor, group: str) -> bool:
     peers = _peers(group, x.device, count - 1, x.nbytes)
     if peers is None:
         groups.all_gather(bytes_of(whole), bytes_of(x), group=groups.group_of(group))
+        groups.under_way.works[whole.data_ptr()] = _Done()
         return False
     own, parts = bytes_of(x), bytes_of(whole).split(x.nbytes)
-    # Each rank begins with the next one, so that all links are used at once.
-    sent = [peers.send(own, (rank + distance) % count, x.nbytes) for distance in range(1, count)]
-    peer_memory.copy(parts[rank], own)
+    # Each rank begins with the next one, so that all links are used at once. Streams do it in order: the last of each
+    # ends last.
     for distance in range(1, count):
-        peers.receive(parts[(rank - distance) % count], (rank - distance) % count, x.nbytes)
-    sent[-1].wait()
+        sent = peers.send(own, (rank + distance) % count, x.nbytes)
+    for distance in range(1, count):
+        received = peers.receive(parts[(rank - distance) % count], (rank - distance) % count, x.nbytes)
+    peer_memory.copy(parts[rank], own)
+    groups.under_way.works[whole.data_ptr()] = UnderWay(sent.events + received.events, peers.abandoned)
     return True

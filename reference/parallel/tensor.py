@@ -177,18 +177,24 @@ class Gathered(Around):
 
         Transposes are gathered, too: put side by side they are faster there than the whole is transposed.
         """
-        q, q_t = ordered_reduce.gathered_rows(self.group, own.row.codes), None
+        rows, q_t = ordered_reduce.gathering(self.group, own.row.codes), None
         if transpose:
             assert own.column is not None
-            rows, codes = len(own.row.codes), own.column.codes
-            columns, count = len(codes), ordered_reduce.ranks_of(self.group)[1]
-            parts = ordered_reduce.gathered_rows(self.group, codes.view(torch.uint8)).split(columns) if len(q) else ()
-            whole = [one[:, :rows] for one in parts]
-            if (padding := ceil16(count * rows) - count * rows) > 0:
-                whole.append(torch.zeros(columns, padding, dtype=torch.uint8, device=q.device))
-            q_t = torch.cat(whole, 1).view(codes.dtype) if whole else codes
+            q_t = self._side_by_side(own.column.codes, len(own.row.codes))
+        q = rows.rows()
         assert own.row.scales is not None
         return per_tensor(q, q_t, own.row.scales)
+
+    def _side_by_side(self, codes: torch.Tensor, rows: int) -> torch.Tensor:
+        """Transposed codes of all ranks' rows, from those of this rank's, of which it has so many."""
+        columns, count = len(codes), ordered_reduce.ranks_of(self.group)[1]
+        if not rows * columns:
+            return codes
+        parts = ordered_reduce.gathered_rows(self.group, codes.view(torch.uint8)).split(columns)
+        whole = [one[:, :rows] for one in parts]
+        if (padding := ceil16(count * rows) - count * rows) > 0:
+            whole.append(torch.zeros(columns, padding, dtype=torch.uint8, device=codes.device))
+        return torch.cat(whole, 1).view(codes.dtype)
 
     def quantize(self, x: torch.Tensor, transpose: bool) -> Quantized:
         if self.by_codes:

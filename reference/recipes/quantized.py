@@ -243,10 +243,10 @@ PIECES: dict[str, Pieces] = {}
 
 
 def pieces_of(a: Operand, sizes: list[int]) -> list[Operand]:
-    """The columns of an operand in pieces, each an operand of its own."""
+    """The columns of an operand in pieces, each an operand; read where they lie if they have one scale or none."""
     if a.layout in PIECES:
         return PIECES[a.layout](a, sizes)
-    return [a._replace(codes=codes.contiguous()) for codes in a.codes.split(sizes, 1)]
+    return [a._replace(codes=codes) for codes in a.codes.split(sizes, 1)]
 
 
 Rows = Callable[[Operand, int, int], torch.Tensor]

@@ -28,6 +28,10 @@ def calls(c: Inputs) -> Calls:
     for a, b, accumulate, start in product(FP8, FP8, ("fast", "split"), (0, 1, None)):
         accumulator = None if start is None else c.x(40, 48, dtype=FP32, start=start)
         yield Call(twin.gemm_fp8_part, (c.codes(40, 272, dtype=a), c.codes(48, 272, dtype=b), accumulator, accumulate))
+    for accumulate, first, m in product(("fast", "split"), (0, 128), (264, 1)):  # columns of larger matrices
+        columns = slice(first, first + 144)
+        some = (c.codes(m, 400, dtype=E4M3)[:, columns], c.codes(528, 288, dtype=E4M3)[:, columns])
+        yield Call(twin.gemm_fp8_part, (*some, None, accumulate))
     for m, n, k in ((0, 16, 32), (3, 0, 16), (5, 16, 0)):
         yield Call(twin.gemm_fp8_part, (c.codes(m, k), c.codes(n, k), c.x(m, n, dtype=FP32), "split"))
     for squares in SQUARES:

@@ -57,7 +57,7 @@ def part_outputs(a: torch.Tensor, b: torch.Tensor, accumulator: torch.Tensor | N
 def fp8_part_outputs(
     a: torch.Tensor, b: torch.Tensor, accumulator: torch.Tensor | None, accumulate: str
 ) -> torch.Tensor:
-    gemm_fp8.check_matrices("gemm_fp8_part", a, b)
+    gemm_fp8.check_matrices("gemm_fp8_part", a, b, apart=True)
     gemm_fp8.check_accumulation(accumulate)
     check_accumulator(a, b, accumulator)
     return _empty(a, b)
@@ -104,9 +104,13 @@ def gemm_part(a: torch.Tensor, b: torch.Tensor, accumulator: torch.Tensor | None
 
 @define(fp8_part_outputs)
 def gemm_fp8_part(a: torch.Tensor, b: torch.Tensor, accumulator: torch.Tensor | None, accumulate: str) -> torch.Tensor:
-    """a `[M, K]`, b `[N, K]` float8, accumulator fp32 `[M, N]` or None, accumulate "fast" or "split" -> `[M, N]`."""
+    """a `[M, K]`, b `[N, K]` float8, accumulator fp32 `[M, N]` or None, accumulate "fast" or "split" -> `[M, N]`.
+
+    Rows of a and of b are contiguous and begin multiples of 16 bytes apart: columns of a larger matrix are read where
+    they lie.
+    """
     fp8_part_outputs(a, b, accumulator, accumulate)
-    return tensor_core.gemm(a, b, accumulate, accumulator)
+    return tensor_core.gemm(a.contiguous(), b.contiguous(), accumulate, accumulator)
 
 
 @define(blocks_part_outputs)
