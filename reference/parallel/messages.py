@@ -6,8 +6,9 @@ guarded by two words: FULL in the receiver's memory, BUSY in the sender's. Both 
     send        wait until BUSY is 0, write 1 to it;  copy;      write 1 to FULL
     receive     wait until FULL is 1, write 0 to it;  copy out;  write 0 to BUSY
 
-Each is done on a stream of its own, which begins when torch's current stream is at the call, and for which that waits
-where the result is used. So a message arrives and is copied while something else is computed.
+Each is done on another stream, which begins when torch's current stream is at the call, and for which that waits
+where the result is used. So a message arrives and is copied while something else is computed. Sends take turns on two,
+by their numbers, so that the link is in use while words are written.
 
 Nothing is counted: which room a message takes follows from its distance (how many ranks on the receiver is), its size
 and its number, which are in the call. So ranks agree about it even where one replays a graph while another makes the
@@ -79,7 +80,7 @@ class Messages:
         self._name, self._device = groups.name_of(group), device  # a name: the group is a weak key
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self._boxes: dict[tuple[int, int, int], _Box] = {}
-        self._streams: Any = None  # of sends, and of receives
+        self._streams: Any = None  # two of sends, one of receives
         self._broken = False
         self._calls = 0
         self._beat: torch.Tensor | None = None
@@ -111,9 +112,9 @@ class Messages:
         self._broken = True
 
     def _beside(self, which: int) -> Any:
-        """The stream of sends (0) or of receives (1), which begins when torch's current stream is here."""
+        """A stream of sends (0, 1) or that of receives (2), which begins when torch's current stream is here."""
         if self._streams is None:
-            self._streams = [torch.cuda.Stream(self._device, priority=-1) for _ in range(2)]
+            self._streams = [torch.cuda.Stream(self._device, priority=-1) for _ in range(3)]
         stream = self._streams[which]
         stream.wait_stream(torch.cuda.current_stream(self._device))
         return stream
@@ -128,7 +129,7 @@ class Messages:
             number: of the message; with each number the next room is taken, in turn.
         """
         box, number = self._boxes[(to - self.rank) % self.ranks, rooms, _class_of(size)], number % rooms
-        stream = self._beside(0)
+        stream = self._beside(number % 2)
         with torch.cuda.stream(stream):
             peer_memory.swap(box.own.data_ptr() + BOTH * number + BUSY, 0, 1)
             peer_memory.copy(box.room(box.there, number, x.numel()), x)
@@ -138,7 +139,7 @@ class Messages:
     def receive(self, x: torch.Tensor, source: int, size: int, rooms: int = 1, number: int = 0) -> UnderWay:
         """Receive contiguous uint8 [n] from a rank, in the order of calls; the other arguments are `send`'s."""
         box, number = self._boxes[(self.rank - source) % self.ranks, rooms, _class_of(size)], number % rooms
-        stream = self._beside(1)
+        stream = self._beside(2)
         with torch.cuda.stream(stream):
             peer_memory.swap(box.own.data_ptr() + BOTH * number + FULL, 1, 0)
             peer_memory.copy(x, box.room(box.own, number, x.numel()))

@@ -208,8 +208,14 @@ def _hand_out(out: torch.Tensor, parts: list[torch.Tensor], group: str, size: in
         return False
     for to in range(rank):
         if parts[to].numel():
-            groups.under_way.works[out.data_ptr()] = peers.send(bytes_of(parts[to]), to, size, ROOMS, number)
+            _wait_too(out, peers.send(bytes_of(parts[to]), to, size, ROOMS, number))
     return True
+
+
+def _wait_too(x: torch.Tensor, work: UnderWay) -> None:
+    """Let who waits for x wait for this, too."""
+    before = groups.under_way.works.get(x.data_ptr())
+    groups.under_way.works[x.data_ptr()] = work if before is None else work._replace(events=before.events + work.events)
 
 
 def _take(
@@ -236,7 +242,7 @@ def _take(
     if rank + 1 < count:
         for number, place in enumerate(places):
             if place.numel():
-                groups.under_way.works[out.data_ptr()] = peers.receive(bytes_of(place), count - 1, size, ROOMS, number)
+                _wait_too(out, peers.receive(bytes_of(place), count - 1, size, ROOMS, number))
     else:
         for place, one in zip(places, ended, strict=True):
             if place.numel():
@@ -260,18 +266,25 @@ class Gathering(NamedTuple):
         return self.whole
 
 
-def gathering(group: str, x: torch.Tensor) -> Gathering:
-    """Begin to gather the rows of all ranks `[t · m, n]`, rank 0's first, from this rank's x `[m, n]`; all have as
-    many."""
-    one = Gathering(x.new_empty((ranks_of(group)[1] * x.shape[0], *x.shape[1:])), x.contiguous())
+def gathering(group: str, x: torch.Tensor, out: torch.Tensor | None = None) -> Gathering:
+    """Begin to gather the rows of all ranks `[t · m, n]`, rank 0's first, from this rank's x `[m, n]`.
+
+    Args:
+        group: its name.
+        x: this rank's, of the same shape on all.
+        out: where to, contiguous; None allocates it.
+    """
+    if out is None:
+        out = x.new_empty((ranks_of(group)[1] * x.shape[0], *x.shape[1:]))
+    one = Gathering(out, x.contiguous())
     if one.whole.numel():
         groups.collective(_gather, *one, group)
     return one
 
 
-def gathered_rows(group: str, x: torch.Tensor) -> torch.Tensor:
-    """The rows of all ranks `[t · m, n]`, rank 0's first, from this rank's x `[m, n]`; all have as many."""
-    return gathering(group, x).rows()
+def gathered_rows(group: str, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """The rows of all ranks; the arguments are those of `gathering`."""
+    return gathering(group, x, out).rows()
 
 
 class _Done:

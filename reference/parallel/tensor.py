@@ -175,30 +175,23 @@ class Gathered(Around):
     def _codes(self, own: Quantized, transpose: bool) -> Quantized:
         """This rank's rows with one scale, and those of the others.
 
-        Transposes are gathered, too: put side by side they are faster there than the whole is transposed.
+        They are transposed here: that is faster than to gather transposes, too, and to put them side by side.
         """
-        rows, q_t = ordered_reduce.gathering(self.group, own.row.codes), None
+        rows, cols = own.row.codes.shape
+        count = rows * ordered_reduce.ranks_of(self.group)[1]
+        whole = own.row.codes.new_empty(ceil16(count), cols)
+        if count % 16:
+            whole.view(torch.uint8)[count:].zero_()
+        q, q_t = ordered_reduce.gathered_rows(self.group, own.row.codes, whole[:count]), None
         if transpose:
-            assert own.column is not None
-            q_t = self._side_by_side(own.column.codes, len(own.row.codes))
-        q = rows.rows()
+            q_t = whole.new_empty(cols, len(whole))
+            twin.multi_transpose([whole], [q_t])
         assert own.row.scales is not None
         return per_tensor(q, q_t, own.row.scales)
 
-    def _side_by_side(self, codes: torch.Tensor, rows: int) -> torch.Tensor:
-        """Transposed codes of all ranks' rows, from those of this rank's, of which it has so many."""
-        columns, count = len(codes), ordered_reduce.ranks_of(self.group)[1]
-        if not rows * columns:
-            return codes
-        parts = ordered_reduce.gathered_rows(self.group, codes.view(torch.uint8)).split(columns)
-        whole = [one[:, :rows] for one in parts]
-        if (padding := ceil16(count * rows) - count * rows) > 0:
-            whole.append(torch.zeros(columns, padding, dtype=torch.uint8, device=codes.device))
-        return torch.cat(whole, 1).view(codes.dtype)
-
     def quantize(self, x: torch.Tensor, transpose: bool) -> Quantized:
         if self.by_codes:
-            return self._codes(self.inner.quantize(x, transpose), transpose)
+            return self._codes(self.inner.quantize(x, False), transpose)
         return self.inner.quantize(ordered_reduce.gathered_rows(self.group, x), transpose)
 
     def norm(
@@ -213,7 +206,7 @@ class Gathered(Around):
         """The norm of this rank's rows, whose mean and rstd are returned; quantized, that of all rows."""
         if not self.by_codes:
             return super().norm(x, gamma, beta, plan, dtype, transpose)
-        own, mean, rstd = self.inner.norm(x, gamma, beta, plan, dtype, transpose)
+        own, mean, rstd = self.inner.norm(x, gamma, beta, plan, dtype, False)
         return self._codes(own, transpose), mean, rstd
 
     def grad(self, g: torch.Tensor, transpose: bool, dbias: bool) -> Produced:
