@@ -20,6 +20,7 @@ Where each rank has one group, these are the bytes of a reduce-scatter and an al
 """
 
 import contextlib
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
@@ -33,12 +34,14 @@ from reference.ops.library import twin
 from reference.parallel import flat_gradients, fully_sharded, peer_memory
 from reference.parallel.gradient_tree import Nodes, additions, nodes, owned, push
 from reference.parallel.peer_memory import PeerMemory
-from reference.state import scaling
+from reference.state import gradient_places, scaling
+from reference.state.gradient_places import Places
 from reference.support.dtensor import is_dtensor, placed, shard
 from reference.support.groups import all_gather, bytes_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 Sums = dict[torch.Tensor, torch.Tensor]  # by parameter
+Buckets = dict[int, tuple[int, Places]]  # by a bucket's number its address, and the places of gradients in it
 
 
 class GradientOrder:
@@ -80,6 +83,9 @@ class GradientOrder:
         self.trained: list[torch.Tensor] = []  # parameters that those have looked at
         self._hooked = False  # whether a hook has communicated in this step
         self._stream: Any = None
+        # Of models whose first step has ended: only then DistributedDataParallel makes the buckets that stay.
+        self._buckets: weakref.WeakKeyDictionary[Any, Buckets] = weakref.WeakKeyDictionary()
+        self._learned: Buckets | None = None  # of the step's model
 
     def share(self, count: int) -> range:
         """The numbers of this rank's microbatches, of `count` in a step."""
@@ -124,6 +130,8 @@ class GradientOrder:
             yield from fully_sharded.microbatches(self, model, modules, parameters, count)
             return
         parallel = model if isinstance(model, DistributedDataParallel) else None
+        views = parallel is not None and parallel.gradient_as_bucket_view
+        self._learned = self._buckets.get(parallel) if views else None
         alone = len(share) == count == 1  # its scales are updated where they always are, to the same words
         with contextlib.nullcontext() if alone else scaling.once_a_step(), self._step():
             for number in share:
@@ -131,7 +139,11 @@ class GradientOrder:
                 last = self.left == 1
                 # torch has no no_sync for a static graph's first backward; there the hook returns what it gets.
                 synced = parallel is None or last or parallel.static_graph
-                with contextlib.nullcontext() if synced else parallel.no_sync():  # type: ignore[union-attr]
+                offered = self._places() if last else {}
+                with (
+                    contextlib.nullcontext() if synced else parallel.no_sync(),  # type: ignore[union-attr]
+                    gradient_places.offering(offered),
+                ):
                     yield number
                 if not last and (number + 1) % (count // self.groups) == 0:
                     self._end_group(parameters, keep=parallel is not None)
@@ -143,6 +155,12 @@ class GradientOrder:
                     "GradientOrder: the last backward of the step communicated by no hook of this order; "
                     "model.register_comm_hook(order, te.parallel.tree_hook) is accepted."
                 )
+        if views:
+            self._buckets.setdefault(parallel, {})
+
+    def _places(self) -> Places:
+        """Where gradients lie in the buckets of the step's model, as far as that is known."""
+        return {p: place for _, places in (self._learned or {}).values() for p, place in places.items()}
 
     @contextlib.contextmanager
     def _step(self) -> Iterator[None]:
@@ -153,6 +171,7 @@ class GradientOrder:
         finally:
             self.left = 0
             self._done = []  # fp32 sums as large as the model
+            self._learned = None
 
     def pipelined(self, stage: torch.nn.Module, count: int, find_unused_parameters: bool = False) -> Iterator[range]:
         """The numbers of the microbatches of each of this rank's groups of a step: a schedule runs those of one group.
@@ -292,7 +311,11 @@ class GradientOrder:
             flat.copy_(self._scaled(found[0][1]))
         else:
             size = -(-flat.numel() // self.ranks)  # numbers of a piece
-            self._gather(self.piece([node for _, node in found], size, flat), flat)
+            own = flat[self.rank * size : (self.rank + 1) * size]  # from which the other ranks get it
+            if own.numel() < size:
+                own = flat.new_empty(size)
+            self.piece([node for _, node in found], own)
+            self._gather(own, flat)
 
     def _gather(self, piece: torch.Tensor, out: torch.Tensor) -> None:
         """Write to `out` [n] the pieces [size] of all ranks, one after the other; what is beyond n is left out."""
@@ -306,32 +329,31 @@ class GradientOrder:
         if not whole:
             out.copy_(target[: out.numel()])
 
-    def piece(self, mine: list[torch.Tensor], size: int, like: torch.Tensor) -> torch.Tensor:
-        """This rank's piece [size] of the mean of all ranks' nodes, in `like`'s dtype.
+    def piece(self, mine: list[torch.Tensor], out: torch.Tensor) -> None:
+        """Write to `out` this rank's piece of the mean of all ranks' nodes.
 
         Args:
-            mine: this rank's nodes, [n] with n at most ranks · size; in fp32, or that of one group in `like`'s dtype.
-            size: numbers of a piece.
-            like: of `.grad`'s dtype.
+            mine: this rank's nodes, [n] with n at most ranks · size; in fp32, or that of one group in out's dtype.
+            out: contiguous [size], of `.grad`'s dtype; it may be this rank's place in the node of one group.
         """
-        ranks = self.ranks
-        dtype = like.dtype if self.groups == ranks else torch.float32
+        ranks, size = self.ranks, out.numel()
+        dtype = out.dtype if self.groups == ranks else torch.float32
         if len(mine) == 1 and mine[0].numel() == ranks * size and mine[0].dtype == dtype:
             given = mine[0].view(ranks, 1, size)
         else:
-            given = like.new_zeros(ranks, len(mine), size, dtype=dtype)
+            given = out.new_zeros(ranks, len(mine), size, dtype=dtype)
             for i, node in enumerate(mine):
                 flat_gradients.write_rows(given[:, i], node)
         counts = [len(nodes(self.groups, owned(self.groups, ranks, rank))) for rank in range(ranks)]
-        if (memory := self._peer_memory(like.device)) is not None:
+        if (memory := self._peer_memory(out.device)) is not None:
             sizes = [count * size * given.element_size() for count in counts]
             found = memory.exchange([bytes_of(part) for part in given], sizes)
             pieces = [row for part in found for row in part.view(dtype).split(size)]
         else:
-            whole = like.new_empty(sum(counts), size, dtype=dtype)
+            whole = out.new_empty(sum(counts), size, dtype=dtype)
             flat_gradients.all_to_all(whole, given, counts, [len(mine)] * ranks, size, self.process_group)
             pieces = list(whole)
-        return twin.tree_mean(pieces, self._additions, 1 / self.groups, like.dtype)
+        twin.tree_mean(pieces, self._additions, 1 / self.groups, out)
 
     def beat(self, device: torch.device) -> None:
         """Have a collective in flight at the end of a step whose exchanges were in peers' memory.
@@ -387,6 +409,12 @@ class GradientOrder:
         if self._done or any(p.grad is None for p in bucket.parameters()):
             pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
             leaf = {p: flat_gradients.laid_out(view, p) for p, view in pairs}
+        if self._learned is not None and self._learned.get(bucket.index(), (0, {}))[0] != flat.data_ptr():
+            found = {
+                p: gradient_places.place_of(p, view)
+                for p, view in zip(bucket.parameters(), bucket.gradients(), strict=True)
+            }
+            self._learned[bucket.index()] = flat.data_ptr(), {p: view for p, view in found.items() if view is not None}
         for p, view in leaf.items():
             if p.grad is None:  # DistributedDataParallel has put +0 there
                 view.fill_(-0.0)
