@@ -75,6 +75,7 @@ class GradientOrder:
         self._memory: PeerMemory | Literal[False] | None = None  # None: nobody has asked yet
         self._beat: torch.Tensor | None = None
         self._additions = additions(self.groups, self.ranks)
+        self._counts = [len(nodes(self.groups, owned(self.groups, self.ranks, rank))) for rank in range(self.ranks)]
         self._done: Nodes[Sums] = []
         self.most = -(-self.groups // self.ranks)  # groups of the rank that has most
         self.left = 0  # of this rank's microbatches of the step, the one under way among them
@@ -344,11 +345,14 @@ class GradientOrder:
             given = out.new_zeros(ranks, len(mine), size, dtype=dtype)
             for i, node in enumerate(mine):
                 flat_gradients.write_rows(given[:, i], node)
-        counts = [len(nodes(self.groups, owned(self.groups, ranks, rank))) for rank in range(ranks)]
+        counts = self._counts
         if (memory := self._peer_memory(out.device)) is not None:
             sizes = [count * size * given.element_size() for count in counts]
-            found = memory.exchange([bytes_of(part) for part in given], sizes)
-            pieces = [row for part in found for row in part.view(dtype).split(size)]
+            found = [
+                part.view(dtype)
+                for part in memory.exchange(bytes_of(given).view(ranks, sizes[self.rank]).unbind(), sizes)
+            ]
+            pieces = found if max(counts) == 1 else [row for part in found for row in part.split(size)]
         else:
             whole = out.new_empty(sum(counts), size, dtype=dtype)
             flat_gradients.all_to_all(whole, given, counts, [len(mine)] * ranks, size, self.process_group)

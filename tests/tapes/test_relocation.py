@@ -203,7 +203,7 @@ def test_a_call_that_is_not_played_writes_to_its_places(
     with DryGpu() as gpu:
         gpu.tapes()
         layer = LAYERS["joined weights"]()
-        for step in range(3):
+        for _ in range(3):
             places = {p: torch.empty_like(p).detach() for p in layer.parameters() if p.dim() > 1}
             x = torch.randn(48, 2, 64, dtype=BF16, device="cuda").requires_grad_()
             with te.autocast(enabled=recipe != "bf16", recipe=MODES[recipe]), gradient_places.offering(places):
