@@ -20,7 +20,6 @@ Where each rank has one group, these are the bytes of a reduce-scatter and an al
 """
 
 import contextlib
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
@@ -32,16 +31,15 @@ from torch.nn.parallel import DistributedDataParallel
 from reference.arguments import is_group, is_int
 from reference.ops.library import twin
 from reference.parallel import flat_gradients, fully_sharded, peer_memory
+from reference.parallel.bucket_places import BucketPlaces
 from reference.parallel.gradient_tree import Nodes, additions, nodes, owned, push
 from reference.parallel.peer_memory import PeerMemory
-from reference.state import gradient_places, scaling
-from reference.state.gradient_places import Places
+from reference.state import scaling
 from reference.support.dtensor import is_dtensor, placed, shard
 from reference.support.groups import all_gather, bytes_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 Sums = dict[torch.Tensor, torch.Tensor]  # by parameter
-Buckets = dict[int, tuple[int, Places]]  # by a bucket's number its address, and the places of gradients in it
 
 
 class GradientOrder:
@@ -84,9 +82,7 @@ class GradientOrder:
         self.trained: list[torch.Tensor] = []  # parameters that those have looked at
         self._hooked = False  # whether a hook has communicated in this step
         self._stream: Any = None
-        # Of models whose first step has ended: only then DistributedDataParallel makes the buckets that stay.
-        self._buckets: weakref.WeakKeyDictionary[Any, Buckets] = weakref.WeakKeyDictionary()
-        self._learned: Buckets | None = None  # of the step's model
+        self._places = BucketPlaces()
 
     def share(self, count: int) -> range:
         """The numbers of this rank's microbatches, of `count` in a step."""
@@ -131,8 +127,7 @@ class GradientOrder:
             yield from fully_sharded.microbatches(self, model, modules, parameters, count)
             return
         parallel = model if isinstance(model, DistributedDataParallel) else None
-        views = parallel is not None and parallel.gradient_as_bucket_view
-        self._learned = self._buckets.get(parallel) if views else None
+        self._places.begin(parallel)
         alone = len(share) == count == 1  # its scales are updated where they always are, to the same words
         with contextlib.nullcontext() if alone else scaling.once_a_step(), self._step():
             for number in share:
@@ -140,10 +135,9 @@ class GradientOrder:
                 last = self.left == 1
                 # torch has no no_sync for a static graph's first backward; there the hook returns what it gets.
                 synced = parallel is None or last or parallel.static_graph
-                offered = self._places() if last else {}
                 with (
                     contextlib.nullcontext() if synced else parallel.no_sync(),  # type: ignore[union-attr]
-                    gradient_places.offering(offered),
+                    self._places.offered() if last else contextlib.nullcontext(),
                 ):
                     yield number
                 if not last and (number + 1) % (count // self.groups) == 0:
@@ -156,12 +150,7 @@ class GradientOrder:
                     "GradientOrder: the last backward of the step communicated by no hook of this order; "
                     "model.register_comm_hook(order, te.parallel.tree_hook) is accepted."
                 )
-        if views:
-            self._buckets.setdefault(parallel, {})
-
-    def _places(self) -> Places:
-        """Where gradients lie in the buckets of the step's model, as far as that is known."""
-        return {p: place for _, places in (self._learned or {}).values() for p, place in places.items()}
+        self._places.end(parallel)
 
     @contextlib.contextmanager
     def _step(self) -> Iterator[None]:
@@ -172,7 +161,7 @@ class GradientOrder:
         finally:
             self.left = 0
             self._done = []  # fp32 sums as large as the model
-            self._learned = None
+            self._places.end(None)
 
     def pipelined(self, stage: torch.nn.Module, count: int, find_unused_parameters: bool = False) -> Iterator[range]:
         """The numbers of the microbatches of each of this rank's groups of a step: a schedule runs those of one group.
@@ -413,12 +402,7 @@ class GradientOrder:
         if self._done or any(p.grad is None for p in bucket.parameters()):
             pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
             leaf = {p: flat_gradients.laid_out(view, p) for p, view in pairs}
-        if self._learned is not None and self._learned.get(bucket.index(), (0, {}))[0] != flat.data_ptr():
-            found = {
-                p: gradient_places.place_of(p, view)
-                for p, view in zip(bucket.parameters(), bucket.gradients(), strict=True)
-            }
-            self._learned[bucket.index()] = flat.data_ptr(), {p: view for p, view in found.items() if view is not None}
+        self._places.learn(bucket)
         for p, view in leaf.items():
             if p.grad is None:  # DistributedDataParallel has put +0 there
                 view.fill_(-0.0)
