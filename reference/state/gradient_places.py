@@ -1,7 +1,7 @@
 """Where a weight's next gradient is written: at its place in a bucket of DistributedDataParallel.
 
 DDP sends buckets, and copies to them the gradients that backward gives. With `gradient_as_bucket_view=True` it copies
-none that lies in its bucket already (c10d::Reducer, `mark_variable_ready_dense`; torch 2.11 and 2.13). So
+none that lies in its bucket already (c10d::Reducer, `mark_variable_ready_dense`). So
 
     GradientOrder      learns from its hook's buckets where each gradient lies, and offers these places in a step's
                        last microbatch, the one in which DDP communicates
