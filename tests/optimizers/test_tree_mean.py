@@ -38,6 +38,19 @@ def test_each_number_is_a_tree_of_fp32_additions(groups: int, data: st.DataObjec
     assert_same_bits(out, wanted.to(dtype))
 
 
+@pytest.mark.gpu
+@pytest.mark.simulated
+@pytest.mark.parametrize("own", [0, 1])
+def test_the_result_may_take_the_place_of_a_node(own: int, device: torch.device) -> None:
+    nodes = [torch.randn(2049 * 3, generator=torch.Generator().manual_seed(i)).to(BF16) for i in range(2)]
+    here = torch.empty_like(nodes[0])
+    twin.tree_mean(nodes, [0, 1], 0.5, here)
+    there = [node.to(device) for node in nodes]
+    twin.tree_mean(there, [0, 1], 0.5, there[own])
+    assert_same_bits(there[own], here)
+    assert_same_bits(there[1 - own], nodes[1 - own])
+
+
 TWO = [torch.zeros(4, dtype=BF16)] * 2
 
 

@@ -22,8 +22,6 @@ def calls(c: Inputs) -> Calls:
         yield _call(c, list(order), 2049, torch.bfloat16, torch.bfloat16)
     yield _call(c, [0, 1], 64, torch.bfloat16, torch.bfloat16, start=1)
     yield _call(c, [0, 1], 0, FP32, torch.bfloat16)
-    rows = [c.x(1, 77)[0] for _ in range(2)]
-    yield Call(twin.tree_mean, (rows, [0, 1], 0.5, rows[1]))
 
 
 def sized(c: Inputs, rows: int, cols: int) -> Calls:
