@@ -205,9 +205,9 @@ class PeerMemory:
         """
         size = own.numel()
         for rank, part in enumerate(self.exchange([own] * self._ranks, [size] * self._ranks)):
-            place = out[rank * size : (rank + 1) * size]
-            if place.data_ptr() != part.data_ptr():
-                copy(place, part[: place.numel()])
+            if part.data_ptr() != out.data_ptr() + rank * size:
+                place = out[rank * size : (rank + 1) * size]
+                copy(place, part if len(place) == size else part[: len(place)])
 
 
 T = TypeVar("T")
