@@ -4,10 +4,12 @@
 //     scale_inv = 1 / scale[0]                           IEEE division
 //     amax[0]   = max(amax[0], max |x[i]|)               x not scaled, NaN ignored; skipped if amax is null
 //
-// x [count] fp32, bf16 or fp16 (WIDE), count a multiple of 16; q [count] FP8 (FP8).
+// x [count] fp32, bf16 or fp16, count a multiple of 16; q [count] FP8.
 //
 // Bound by memory: 3 bytes an element in bf16. A thread has two 16-byte loads in flight. A block reads 16 KB and ends:
 // blocks that loop are up to 5 % slower.
+//
+// Defines: WIDE (0 fp32, 1 bf16, 2 fp16), FP8 (0 E4M3, 1 E5M2), LEADS (if defined, the next kernel may begin early).
 #include "common/wide.cuh"
 #include "common/quantize.cuh"
 #include "ptx/grid.cuh"
