@@ -15,6 +15,7 @@ Names, defaults and meaning are Transformer Engine's (`transformer_engine.common
 dx and dw of a `Linear`, recorded on an H200, agree in every bit.
 """
 
+import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,7 +25,16 @@ import torch
 
 from reference.ops.library import twin
 from reference.recipes.base import Format, MMParams, QParams, Recipe, check_recipe
-from reference.recipes.quantized import PER_TENSOR, Operand, Quantized, cast_together, dgrad, fprop, per_tensor
+from reference.recipes.quantized import (
+    PER_TENSOR,
+    Operand,
+    Quantized,
+    cast_together,
+    dgrad,
+    fprop,
+    gemm_bias,
+    per_tensor,
+)
 from reference.recipes.quantizer import ActivationPlan, NormPlan, Produced, Quantizer
 from reference.recipes.roles import Role
 from reference.support import groups
@@ -124,14 +134,24 @@ class Current(Quantizer):
 
     fp8 = True
     layout = PER_TENSOR
+    reads_amax = True
+    amax: torch.Tensor | None = None
+    """Of the tensor that is cast next, if it is known."""
 
     def __init__(self, dtype: torch.dtype, power_of_two: bool, epsilon: float) -> None:
         self.dtype = dtype
         self.how = (dtype, power_of_two, epsilon)
         self.key = ("current", *self.how)
 
+    def knowing(self, amax: torch.Tensor | None) -> "Current":
+        if amax is None:
+            return self
+        found = copy.copy(self)
+        found.amax = amax
+        return found
+
     def scale(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = twin.current_scale(x, *self.how)
+        found: torch.Tensor = twin.current_scale(x if self.amax is None else self.amax, *self.how)
         return found
 
     def scales(self, xs: list[torch.Tensor]) -> torch.Tensor:
@@ -171,8 +191,12 @@ class Current(Quantizer):
     ) -> tuple[torch.Tensor, Quantized]:
         if not transpose:
             return super().activation(x, w, bias, plan, transpose)
-        h = fprop(x, w, bias, plan.dtype, plan.how)
-        return h, per_tensor(*twin.activation_scale_cast_transpose(h, plan.kind, *self.how))
+        if not x.row.layout == w.row.layout == PER_TENSOR:
+            h = fprop(x, w, bias, plan.dtype, plan.how)
+            return h, per_tensor(*twin.activation_scale_cast_transpose(h, plan.kind, *self.how))
+        operands = (x.row.codes, w.row.codes, x.row.scales, w.row.scales, gemm_bias(x.row, w.row, bias, plan.dtype))
+        h, *cast = twin.gemm_fp8_activation_scale(*operands, plan.dtype, plan.kind, *self.how)
+        return h, per_tensor(*cast)
 
     def activated(self, h: torch.Tensor, kind: str, transpose: bool) -> tuple[torch.Tensor, Quantized]:
         y, scale = twin.activation_scale(h, kind, *self.how)
@@ -199,6 +223,9 @@ class Current(Quantizer):
             return super().joined_grad(parts, groups, transpose, dbias)
         # Without a bias, too: sums that nobody reads cost less than a copy of the parts.
         parts = [part.contiguous() for part in parts]
-        scale = twin.multi_current_scale(parts, True, *self.how)
+        if self.amax is None:
+            scale = twin.multi_current_scale(parts, True, *self.how)
+        else:
+            scale = twin.current_scale(self.amax, *self.how)
         q, q_t, scale_inv, db = twin.cat_cast_transpose_dbias(parts, groups, scale, None, 0, self.dtype)
         return per_tensor(q, q_t if transpose else None, scale_inv), db if dbias else None
