@@ -30,7 +30,7 @@ def in_passing(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Optio
         return False
     in_a_whole = options.rng_state is not None and len(options.rng_state) != 2  # dropout draws in a larger tensor
     segmented = options.key_segment is not None and k.shape[2] > options.key_segment
-    return not (in_a_whole or segmented) and q.shape[3] == v.shape[3] <= 128 and min(q.numel(), k.numel()) > 0
+    return not (in_a_whole or segmented) and max(q.shape[3], v.shape[3]) <= 128 and min(q.numel(), k.numel()) > 0
 
 
 def largest(xs: tuple[torch.Tensor, ...], out: torch.Tensor) -> torch.Tensor:

@@ -57,7 +57,9 @@ def test_it_says_what_it_accepts() -> None:
     op = twin.gemm_fp8_activation_scale
     with pytest.raises(ValueError, match=r"^twin::gemm_fp8_activation_scale: kind must be one of .*; got 'elu'\."):
         op(*operands, None, torch.bfloat16, "elu", *how)
-    with pytest.raises(ValueError, match=r"^twin::gemm_fp8_activation_scale: the columns of the activation must be a multiple of 16"):
+    with pytest.raises(
+        ValueError, match=r"^twin::gemm_fp8_activation_scale: the columns of the activation must be a multiple of 16"
+    ):
         op(*operands[:1], draw(2, 48, K, E4M3), *operands[2:], None, torch.bfloat16, "geglu", *how)
     with pytest.raises(ValueError, match=r"^twin::gemm_fp8_activation_scale: epsilon=-1.0; "):
         op(*operands, None, torch.bfloat16, "gelu", E4M3, False, -1.0)
