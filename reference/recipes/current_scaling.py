@@ -183,6 +183,9 @@ class Current(Quantizer):
         dtype: torch.dtype,
         transpose: bool,
     ) -> tuple[Quantized, torch.Tensor, torch.Tensor]:
+        if transpose and x.dtype == dtype != torch.float32:
+            *cast, mean, rstd = twin.norm_scale_cast_transpose(x, gamma, beta, *plan, *self.how)
+            return per_tensor(*cast), mean, rstd
         y, mean, rstd, scale = twin.norm_scale(x, gamma, beta, *plan, dtype, *self.how)
         return self._cast(y, scale, transpose), mean, rstd
 

@@ -53,6 +53,7 @@ RESULTS = {
     "activation_backward_cast_transpose_dbias": (*_CAST, "dbias"),
     "norm": ("out", "mean", "rstd"),
     "norm_scale": ("out", "mean", "rstd", "scale"),
+    "norm_scale_cast_transpose": (*_CAST, "mean", "rstd"),
     "norm_cast": ("codes", "scale_inv", "mean", "rstd"),
     "norm_cast_transpose": (*_CAST, "mean", "rstd"),
     "norm_cast_blocks_transpose": (*_CAST, "scale_inv_t", "mean", "rstd"),
