@@ -8,8 +8,16 @@ are cast, because the scale depends on all of them; delayed scaling casts them f
 of the fp32 numbers all the same (`twin::activation_scale`): Transformer Engine takes it in the activation's kernel. A
 norm's and a gradient's amax is that of the rounded numbers, there as here. GEMMs are those of delayed scaling.
 
-What is made here leaves its amax in passing (`twin::norm_scale`, `twin::activation_backward_scale`), or is made twice
-and not written (`twin::activation_scale_cast_transpose`). What others made is read twice.
+No tensor is read for its amax alone where the kernel that makes it can give it:
+
+    a norm                         made twice and not written            `twin::norm_scale_cast_transpose`
+    an activation, not gated       made twice; the amax is that of the   `twin::gemm_fp8_activation_scale`
+                                   largest pre-activation
+    a gated one, and gradients     the amax in passing                   `twin::activation_scale` and its backward
+    attention's output, and the    the amax in passing                   `twin::attention_amax` and its backward, which
+    gradients of q, k and v                                              a quantizer is told (`Quantizer.knowing`)
+
+What others made is read twice: weights, and gradients that reach a layer.
 
 Names, defaults and meaning are Transformer Engine's (`transformer_engine.common.recipe.Float8CurrentScaling`), whose y,
 dx and dw of a `Linear`, recorded on an H200, agree in every bit.
