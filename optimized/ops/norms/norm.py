@@ -51,8 +51,12 @@ def defines(x: torch.dtype, kind: str, warps: int, hidden: int) -> Defines:
 def rows_kernel(
     x: torch.dtype, kind: str, warps: int, hidden: int, amax: bool = False, alone: bool = False
 ) -> launch.Kernel:
-    more: Defines = ({"AMAX": 1} if amax else {}) | ({"AMAX_ALONE": 1} if alone else {})
-    return launch.function("norm", "norm_rows", {**defines(x, kind, warps, hidden), **more}, SHARED)
+    macros = defines(x, kind, warps, hidden)
+    if amax:
+        macros["AMAX"] = 1
+    if alone:
+        macros["AMAX_ALONE"] = 1
+    return launch.function("norm", "norm_rows", macros, SHARED)
 
 
 @functools.cache
