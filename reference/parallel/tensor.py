@@ -138,6 +138,8 @@ class SharedCurrent(Current):
     Nothing is fused with the op before it, because the scale waits for the other ranks.
     """
 
+    reads_amax = False
+
     def __init__(self, one: Current, group: str) -> None:
         super().__init__(*one.how)
         self.group = group

@@ -43,6 +43,7 @@ class Quantizer:
         dtype_t: of the transposed codes, which backward reads; None where it is `dtype`.
         fp8: whether the codes are FP8.
         layout: that of `quantize(x).row`, where `quantized_model_init` may keep a weight in it (`KEEPING`); else None.
+        reads_amax: whether it reads a tensor for its amax, so that who makes the tensor had better give it (`knowing`).
     """
 
     key: Hashable
@@ -50,6 +51,7 @@ class Quantizer:
     dtype_t: torch.dtype | None = None
     fp8 = False
     layout: str | None = None
+    reads_amax = False
 
     @property
     def kept_key(self) -> Hashable:
@@ -63,6 +65,10 @@ class Quantizer:
     def changes(self) -> tuple[torch.Tensor, ...]:
         """The tensors among them that it changes."""
         return ()
+
+    def knowing(self, amax: torch.Tensor | None) -> "Quantizer":
+        """This quantizer for a tensor, or parts of one, whose amax is known, fp32 `[1, 1]`; None is unknown."""
+        return self
 
     def quantize(self, x: torch.Tensor, transpose: bool) -> Quantized:
         """x `[rows, cols]` quantized, with its transpose if a backward will read it."""

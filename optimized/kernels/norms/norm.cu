@@ -5,6 +5,8 @@
 //     y = ((xc * rstd) * gamma) + beta                       fp32, each operation rounded; one rounding to `out`
 //     partial[b] = max |y| of block b                        AMAX: of the rounded numbers, NaN ignored
 //
+// AMAX_ALONE: y is not written, and the last rows come first: who reads x next, from its first rows on, finds these in L2.
+//
 // x, y [rows, hidden], x of type WIDE, y of type `out`; hidden a multiple of 8; rows 16-byte aligned. weight, bias
 // [hidden] of type `parameters`; gamma is weight, or weight + 1. mean, rstd fp32 [rows]. rowsum: norm_row.cuh.
 //
@@ -85,9 +87,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, Config::kBlocks)
     const int group = threadIdx.x / kRowThreads;
     const int step = gridDim.x * kRows;
     const Held held(hidden);
+#ifdef AMAX_ALONE
+    const auto place = [rows](int index) { return rows - 1 - index; };
+#else
+    const auto place = [](int index) { return index; };
+#endif
     int index = blockIdx.x * kRows + group, turn = 0;
     Packed packed, next;
-    if (index < rows) packed = held.load(x, index);
+    if (index < rows) packed = held.load(x, place(index));
     if (kRows >= 4)  // enough threads for all parameters, or nearly
         Rows::stage_parameters(affine, weight, bias, parameters, zero_centered != 0, held.hidden);
     else if (parameters == 0)
@@ -98,13 +105,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, Config::kBlocks)
         Rows::stage_at_once<2>(affine, weight, bias, zero_centered != 0, held.hidden);
 #pragma unroll 1
     for (; index < rows; index += step) {
-        if (index + step < rows) next = held.load(x, index + step);
+        if (index + step < rows) next = held.load(x, place(index + step));
         const Row row(packed, held, eps, slots[group], turn, group + 1);
         turn ^= 1;
-        row.store_statistics(mean, rstd, index, held);
-        const size_t start = static_cast<size_t>(index) * held.hidden + held.first;
+        row.store_statistics(mean, rstd, place(index), held);
+        const size_t start = static_cast<size_t>(place(index)) * held.hidden + held.first;
         row.for_each_output(affine, held, [&](int i, const float (&v)[8]) {
+#ifndef AMAX_ALONE
             store_output(y, out, start + kStripe * i, v);
+#endif
 #ifdef AMAX
 #pragma unroll
             for (int j = 0; j < 8; j++) amax = larger(amax, v[j]);

@@ -1,4 +1,5 @@
-// norm_cast_transpose: LayerNorm or RMSNorm, cast to FP8 from fp32, with the transposed copy and the amax.
+// norm_cast_transpose: LayerNorm or RMSNorm, cast to FP8 from fp32, with the transposed copy and the amax. With ROUND, of
+// 16-bit x: cast from y rounded to x's type, without an amax.
 //
 //     y         as in norm.cu, fp32, not rounded further
 //     q[r, c]   = satfinite_rne(y[r, c] * scale[0])         NaN -> 0x7F
@@ -27,8 +28,29 @@
 #ifndef CLUSTER
 #include "norm_registers.cuh"
 #endif
+#ifdef ROUND
+#include "common/wide_store.cuh"
+#endif
 
 using namespace twin;
+
+#ifdef ROUND
+constexpr bool kRounds = true;
+// y in x's type, and back.
+template <int kCount>
+__device__ __forceinline__ void round_to_wide(float (&y)[kCount]) {
+    static_assert(sizeof(wide_t) == 2, "ROUND is of 16-bit numbers");
+    Vector<kCount> rounded;
+#pragma unroll
+    for (int j = 0; j < kCount; j += 2) rounded.words[j / 2] = word_of(y + j);
+#pragma unroll
+    for (int j = 0; j < kCount; j++) y[j] = widen(rounded, j);
+}
+#else
+constexpr bool kRounds = false;
+template <int kCount>
+__device__ __forceinline__ void round_to_wide(float (&)[kCount]) {}
+#endif
 
 #ifndef CLUSTER
 
@@ -74,9 +96,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                 unsigned char* const target = q + static_cast<size_t>(row) * hidden + held.first;
                 unsigned char* const copy =
                     codes + local / kRunRows * run_stride + local % kRunRows * hidden + held.first;
-                normalized.for_each_output(affine, held, [&](int i, const float (&y)[8]) {
+                normalized.for_each_output(affine, held, [&](int i, float (&y)[8]) {
 #pragma unroll
-                    for (int j = 0; j < 8; j++) amax = amax_of(amax, y[j]);
+                    for (int j = 0; j < 8 && !kRounds; j++) amax = amax_of(amax, y[j]);
+                    round_to_wide(y);
                     const uint2 words = make_uint2(quantize4(y, scale), quantize4(y + 4, scale));
                     *reinterpret_cast<uint2*>(target + kStripe * i) = words;
                     *reinterpret_cast<uint2*>(copy + kStripe * i) = words;
@@ -94,7 +117,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         __syncthreads();  // the codes have been read
     }
     if (blockIdx.x == 0 && threadIdx.x == 0) *scale_inv = 1.0f / scale;
-    if (amax_slot != nullptr) commit_amax<kTileWarps>(amax, amax_slot);
+    if (!kRounds && amax_slot != nullptr) commit_amax<kTileWarps>(amax, amax_slot);
 }
 
 #else
@@ -310,8 +333,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
                 for (int j = 0; j < kValues; j++) {
                     y[j] = (v[i][j] * inverse) * gamma[j];
                     if (kLayerNorm) y[j] = y[j] + beta[j];
-                    amax = amax_of(amax, y[j]);
+                    if (!kRounds) amax = amax_of(amax, y[j]);
                 }
+                round_to_wide(y);
                 const uint4 sixteen = make_uint4(quantize4(y, scale), quantize4(y + 4, scale), quantize4(y + 8, scale),
                                                  quantize4(y + 12, scale));
                 *reinterpret_cast<uint4*>(target + kSpan * i) = sixteen;
@@ -329,7 +353,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
         __syncthreads();  // the codes have been read
     }
     if (blockIdx.x == 0 && threadIdx.x == 0) *scale_inv = 1.0f / scale;
-    if (amax_slot != nullptr) commit_amax<kTileWarps>(amax, amax_slot);
+    if (!kRounds && amax_slot != nullptr) commit_amax<kTileWarps>(amax, amax_slot);
 }
 
 #endif

@@ -234,6 +234,7 @@ OPS: dict[str, Callable[..., Results]] = {
     "activation_backward_cast_transpose_dbias": lambda grad, x, kind, *_: _activation_backward(grad, x, kind),
     "norm": lambda x, weight, bias, eps, zero, kind, *_: [_norm(x, weight, bias, eps, zero, kind)],
     "norm_scale": lambda x, weight, bias, eps, zero, kind, *_: [_norm(x, weight, bias, eps, zero, kind)],
+    "norm_scale_cast_transpose": lambda x, weight, bias, eps, zero, kind, *_: [_norm(x, weight, bias, eps, zero, kind)],
     "norm_cast": lambda x, weight, bias, eps, zero, kind, *_: [_norm(x, weight, bias, eps, zero, kind)],
     "norm_cast_transpose": lambda x, weight, bias, eps, zero, kind, *_: [_norm(x, weight, bias, eps, zero, kind)],
     "norm_cast_blocks_transpose": lambda x, weight, bias, eps, zero, kind, *_: [
@@ -250,6 +251,10 @@ OPS: dict[str, Callable[..., Results]] = {
         h := _gemm_fp8(a, b, sa, sb, bias),
         _act(h, kind),
     ],
+    "gemm_fp8_activation_scale": lambda a, b, sa, sb, bias, _, kind, *more: [
+        h := _gemm_fp8(a, b, sa, sb, bias),
+        _act(h, kind),
+    ],
     "gemm_fp8_activation_backward": lambda a, b, sa, sb, x, kind, *_: _activation_backward(
         _gemm_fp8(a, b, sa, sb, None), x, kind
     ),
@@ -262,7 +267,9 @@ OPS: dict[str, Callable[..., Results]] = {
     "bias_dropout_add": _bias_dropout_add,
     "dropout_backward": lambda grad, p, state, kept=None: [_dropped(_times_kept(grad.double(), kept), p, state)],
     "attention": _attention,
+    "attention_amax": _attention,
     "attention_backward": _attention_backward,
+    "attention_backward_amax": _attention_backward,
 }
 
 

@@ -113,11 +113,14 @@ def attend(
     k: torch.Tensor,
     v: torch.Tensor,
     added: Tensor,
-) -> tuple[torch.Tensor, Any, tuple[Any, Any, Any]]:
-    """out in q's layout, what is saved of the core (`Saved.attended`), and q, k and v as they are saved.
+    wants_amax: bool = False,
+) -> tuple[torch.Tensor, Any, tuple[Any, Any, Any], Tensor]:
+    """out in q's layout, what is saved of the core (`Saved.attended`), q, k and v as they are saved, and out's amax.
 
-    q, k and v are in their layout; `added`: a bias, or sinks; `fp8`: the context of attention in FP8.
+    q, k and v are in their layout; `added`: a bias, or sinks; `fp8`: the context of attention in FP8. The amax, fp32
+    `[1, 1]`, is None unless it is wanted and found in passing.
     """
+    amax: Tensor = None
     if plan.equation.fp8_kv and reads.step_key_scales is None:  # else they become codes in the cache
         k, v = rounded(k), rounded(v)
     if plan.gathers:
@@ -127,37 +130,49 @@ def attend(
     attended: Any
     if fp8 is None:
         heads = (plan.heads_first(q), plan.heads_first(k), plan.heads_first(v))
-        out, attended = _attend_by_heads(plan, reads, state, added, *heads)
+        out, attended, amax = _attend_by_heads(plan, reads, state, added, *heads, wants_amax and not plan.gathers)
         out = plan.in_order(out)
     else:
         context = BlockContext((fp8,), (state,), (reads.mask,))
         out, attended = attention_fp8.forward(plan.of_fp8(), context, q, k, v)
         kept = (None, None, None)
-    return to_tokens(out, of_q) if plan.gathers else out, attended, kept
+    return to_tokens(out, of_q) if plan.gathers else out, attended, kept, amax
 
 
 def _attend_by_heads(
-    plan: Plan, reads: NoGradInputs, state: Tensor, added: Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-) -> tuple[torch.Tensor, Any]:
-    """out `[b, h, s, d]` and what backward reads of it."""
+    plan: Plan,
+    reads: NoGradInputs,
+    state: Tensor,
+    added: Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    wants_amax: bool,
+) -> tuple[torch.Tensor, Any, Tensor]:
+    """out `[b, h, s, d]`, what backward reads of it, and its amax."""
     equation = plan.equation
     if equation.backend == "cudnn":
-        return torch_attention.cudnn_attend(equation, any(plan.needs), q, k, v)
+        return *torch_attention.cudnn_attend(equation, any(plan.needs), q, k, v), None
     if plan.cached is None:
-        return exact_attention.attend(options_of(plan, reads, state, added), q, k, v)
+        return exact_attention.attend(options_of(plan, reads, state, added), q, k, v, wants_amax)
     if plan.cached.layout == "paged":
         out, m, inv = attended_in_pages(plan.cached, reads.step(), equation, added, q, k, v)
-        return out, exact_attention.Attended(out, m, inv, None)
+        return out, exact_attention.Attended(out, m, inv, None), None
     equation, hidden, qkv = entered(plan.cached, reads.step(), equation, q, k, v)
-    out, attended = exact_attention.attend(equation.options(hidden, state, added), *qkv)
+    out, attended, _ = exact_attention.attend(equation.options(hidden, state, added), *qkv)
     rows = attended._replace(m=attended.m.reshape(q.shape[:3]), inv=attended.inv.reshape(q.shape[:3]))
-    return out.reshape(*q.shape[:3], v.shape[3]), rows
+    return out.reshape(*q.shape[:3], v.shape[3]), rows, None
 
 
 def attend_backward(
-    plan: Plan, reads: NoGradInputs, saved: Saved, fp8: ModuleContext | None, grad: torch.Tensor
-) -> tuple[Any, Any, Any, Tensor]:
-    """The gradients of q, k and v in their layout, and of what is added."""
+    plan: Plan,
+    reads: NoGradInputs,
+    saved: Saved,
+    fp8: ModuleContext | None,
+    grad: torch.Tensor,
+    wants_amax: bool = False,
+) -> tuple[Any, Any, Any, Tensor, Tensor]:
+    """The gradients of q, k and v in their layout and of what is added, and the amax of the first three (`attend`)."""
     if plan.gathers:
         of_q, of_kv = reads.maps()
         grad = to_sequences(grad, of_q)
@@ -165,28 +180,32 @@ def attend_backward(
     dk: Any
     dv: Any
     dadded: Tensor = None
+    amax: Tensor = None
     if fp8 is not None:
         context = BlockContext((fp8,), (None,), (reads.mask,))
         dq, dk, dv = attention_fp8.backward(plan.of_fp8(), context, saved.attended, grad)
     else:
         qkv = (plan.heads_first(saved.q), plan.heads_first(saved.k), plan.heads_first(saved.v))
-        *heads, dadded = _backward_by_heads(plan, reads, saved, qkv, dense_rows(plan.heads_first(grad)))
+        by_heads = dense_rows(plan.heads_first(grad))
+        *heads, amax, dadded = _backward_by_heads(plan, reads, saved, qkv, by_heads, wants_amax and not plan.gathers)
         dq, dk, dv = map(plan.in_order, heads)
     if plan.gathers:
         dq, dk, dv = to_tokens(dq, of_q), to_tokens(dk, of_kv), to_tokens(dv, of_kv)
-    return dq, dk, dv, dadded
+    return dq, dk, dv, dadded, amax
 
 
-def _backward_by_heads(plan: Plan, reads: NoGradInputs, saved: Saved, qkv: Qkv, grad: torch.Tensor) -> Any:
-    """dq, dk, dv `[b, h, s, d]`, and the gradient of what is added."""
+def _backward_by_heads(
+    plan: Plan, reads: NoGradInputs, saved: Saved, qkv: Qkv, grad: torch.Tensor, wants_amax: bool
+) -> Any:
+    """dq, dk, dv `[b, h, s, d]`, their amax, and the gradient of what is added."""
     attended, added = saved.attended, saved.added
     if plan.equation.backend == "cudnn":
-        return *torch_attention.cudnn_attend_backward(plan.equation, qkv, attended, grad), None
+        return *torch_attention.cudnn_attend_backward(plan.equation, qkv, attended, grad), None, None
     if plan.recomputes:
         again = None if attended is None else attended.clone()
-        _, attended = exact_attention.attend(options_of(plan, reads, again, added), *qkv)
+        _, attended, _ = exact_attention.attend(options_of(plan, reads, again, added), *qkv)
     options = options_of(plan, reads, attended.state, added)
-    grads = exact_attention.attend_backward(options, qkv, attended, grad)
+    grads = exact_attention.attend_backward(options, qkv, attended, grad, wants_amax)
     if added is None or not plan.needs[3]:
         return *grads, None
     out, m, inv, _ = attended
@@ -200,7 +219,7 @@ def forward(plan: Plan, context: BlockContext, *given: Tensor) -> tuple[Any, Sav
     """out `[.., .., h·d]` or `[t, h·d]` of q, k and v, and of a bias or of sinks; with `returns_rows` (out, m, inv)."""
     fp8 = context.modules[0] if context.modules else None
     tensors: Any = given if len(given) == 4 else (*given, None)
-    out, attended, kept = attend(plan, fp8, context.random[0], NoGradInputs.of(context.reads), *tensors)
+    out, attended, kept, _ = attend(plan, fp8, context.random[0], NoGradInputs.of(context.reads), *tensors)
     # A view must not be returned.
     out = torch.ops.aten._unsafe_view(out.contiguous(), (*out.shape[:-2], out.shape[-2] * out.shape[-1]))
     results = (out, attended.m, attended.inv) if plan.returns_rows else out
