@@ -68,8 +68,10 @@ def ends(c: Inputs) -> Calls:
     flags, both = (False, True), ("fast", "split")
     for tile, accumulate, (m, n, k) in product(FP8_TILES, both, ((264, 528, 272), (140, 736, 144))):
         codes = (c.codes(m, k, dtype=E4M3), c.codes(n, k, dtype=E4M3))
-        rest = (c.x(n), c.x(m, n, dtype=FP32), BF16, accumulate)
-        yield Call(twin.gemm_fp8_end, (*codes, *scales, *rest), with_tile(gemm_fp8_end_tiled, tile))
+        started = (c.x(n), c.x(m, n, dtype=FP32))
+        yield Call(
+            twin.gemm_fp8_end, (*codes, *scales, *started, BF16, accumulate), with_tile(gemm_fp8_end_tiled, tile)
+        )
     for out, bias, accumulate, start in product(WIDE, (None, *WIDE), both, (0, 1, None)):
         vector = None if bias is None else c.x(48, dtype=bias, start=start or 0)
         accumulator = None if start is None else c.x(40, 48, dtype=FP32, start=start)
@@ -78,14 +80,15 @@ def ends(c: Inputs) -> Calls:
     for a, b, biased in product(FP8, FP8, flags):
         codes = (c.codes(300, 144, dtype=a), c.codes(80, 144, dtype=b))
         vector = c.x(80, special=True) if biased else None
-        rest = (vector, c.x(300, 80, dtype=FP32, special=True), BF16, "split")
-        yield Call(twin.gemm_fp8_end, (*codes, *scales, *rest))
+        accumulator = c.x(300, 80, dtype=FP32, special=True)
+        yield Call(twin.gemm_fp8_end, (*codes, *scales, vector, accumulator, BF16, "split"))
     for accumulate, first in product(both, (0, 128)):  # columns of larger matrices; more k-blocks than stages
         some = [c.codes(rows, 1296, dtype=E4M3)[:, first : first + 1040] for rows in (136, 272)]
         yield Call(twin.gemm_fp8_end, (*some, *scales, c.x(272), c.x(136, 272, dtype=FP32), BF16, accumulate))
-    for (m, n, k), biased, started in product(((0, 16, 32), (3, 0, 16), (5, 16, 0)), flags, flags):
-        rest = (c.x(n) if biased else None, c.x(m, n, dtype=FP32) if started else None, BF16, "split")
-        yield Call(twin.gemm_fp8_end, (c.codes(m, k), c.codes(n, k), *scales, *rest))
+    for (m, n, k), biased, goes_on in product(((0, 16, 32), (3, 0, 16), (5, 16, 0)), flags, flags):
+        codes, vector = (c.codes(m, k), c.codes(n, k)), c.x(n) if biased else None
+        accumulator = c.x(m, n, dtype=FP32) if goes_on else None
+        yield Call(twin.gemm_fp8_end, (*codes, *scales, vector, accumulator, BF16, "split"))
 
 
 def sized(c: Inputs, rows: int, cols: int) -> Calls:
