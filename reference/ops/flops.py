@@ -27,7 +27,7 @@ _GEMMS = (
     *("gemm_fp8_blocks", "gemm_fp8_blocks_accumulate", "gemm_fp8_blocks_bias_dropout_add"),
     *("gemm_fp8_rowwise", "gemm_fp8_rowwise_accumulate"),
     *("gemm_mxfp8", "gemm_mxfp8_accumulate"),
-    *("gemm_part", "gemm_fp8_part", "gemm_fp8_blocks_part"),
+    *("gemm_part", "gemm_fp8_part", "gemm_fp8_blocks_part", "gemm_fp8_end"),
 )
 
 

@@ -5,7 +5,7 @@ Rank r of t has the r-th part of K:
 
     rank 0            acc = its part, from +0           sends acc to rank 1
     rank r            acc = its part, from rank r - 1's     sends acc to rank r + 1
-    rank t - 1        out = the end of a GEMM: scales, bias, one rounding
+    rank t - 1        the same, and out = the end of a GEMM: scales, bias, one rounding
 
 These are the additions of one process, in its order; nothing is added that it would not add. Where a rank's part of K
 is not consecutive, as that of [gate; up] or [q; k; v] whose halves or thirds are split, the chain goes around once for
@@ -43,7 +43,7 @@ from reference.support.groups import bytes_of
 Band = tuple[int, int]
 """The first row of a band and the one after its last."""
 Part = Callable[[int, Band, torch.Tensor | None], torch.Tensor]
-"""(piece of K, band, accumulators or None) → accumulators, fp32 `[rows of the band, n]`."""
+"""(piece of K, band, accumulators or None) → accumulators, fp32 `[rows of the band, n]`, or the last part's result."""
 BAND = 128
 """Bands begin at multiples of it, as blocks of scales do."""
 BANDS = 4
@@ -139,7 +139,7 @@ def passed_on(
     group: str,
     shape: tuple[int, int],
     part: Part,
-    end: Callable[[Band, torch.Tensor], torch.Tensor],
+    last: Part,
     rounds: int,
     dtype: torch.dtype,
     scatter: bool,
@@ -151,7 +151,7 @@ def passed_on(
         group: its name.
         shape: `[m, n]`.
         part: this rank's part of a round, for a band.
-        end: what follows the last part: `[rows of the band, n]` of `dtype`.
+        last: the last part of all and what follows it, `[rows of the band, n]` of `dtype`; of the last rank.
         rounds: how many pieces of K each rank has: round 0 goes through all ranks, then round 1.
         dtype: of the result.
         scatter: whether each rank gets its rows alone; m is a multiple of the ranks.
@@ -177,9 +177,10 @@ def passed_on(
                 accumulator = received.pop(number, None)
                 if accumulator is not None:
                     groups.collective(_end, [accumulator])
-                accumulator = part(piece, band, accumulator).contiguous()
-                if piece + 1 == rounds and rank + 1 == count:
-                    ended.append(end(band, accumulator))
+                if piece + 1 < rounds or rank + 1 < count:
+                    accumulator = part(piece, band, accumulator).contiguous()
+                else:
+                    ended.append(last(piece, band, accumulator))
                     parts = [ended[-1][slice(*_from(rows_of(band, to, rows), band[0]))] for to in range(count)]
                     groups.collective(_hand_out, out, parts, group, of_results, number)
             else:

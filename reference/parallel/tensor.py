@@ -25,6 +25,7 @@ from reference.ops.casts.cast_transpose import ceil16
 from reference.ops.gemms.gemm_part import CUTS
 from reference.ops.library import twin
 from reference.parallel import ordered_reduce
+from reference.parallel.ordered_reduce import Band
 from reference.recipes.block_scaling import InBlocks
 from reference.recipes.current_scaling import Current, scale_of_amaxes, scale_of_ranks
 from reference.recipes.delayed_scaling import Delayed
@@ -65,25 +66,25 @@ class Shared(NamedTuple):
         if not shape[0] * shape[1]:  # on every rank
             rows = shape[0] // ordered_reduce.ranks_of(self.group)[1] if self.sequence else shape[0]
             return torch.zeros((rows, shape[1]), dtype=out_dtype, device=device)
-        assert gemm.part is not None
-        assert gemm.end is not None
-        part, end = gemm.part, gemm.end
         pieces = [(a, b)]
         if len(self.sizes) > 1:
             sizes = list(self.sizes)
             pieces = list(zip(pieces_of(a, sizes), pieces_of(b, sizes), strict=True))
-        return ordered_reduce.passed_on(
-            self.group,
-            shape,
-            lambda piece, band, start: part(
-                rows_of_operand(pieces[piece][0], *band), pieces[piece][1], start, accumulate
-            ),
-            lambda band, sums: end(sums, a, b, bias, out_dtype),
-            len(pieces),
-            out_dtype,
-            self.sequence,
-            device,
-        )
+
+        def part(piece: int, band: Band, start: torch.Tensor | None) -> torch.Tensor:
+            assert gemm.part is not None
+            rows, other = rows_of_operand(pieces[piece][0], *band), pieces[piece][1]
+            return gemm.part(rows, other, start, accumulate)
+
+        def last(piece: int, band: Band, start: torch.Tensor | None) -> torch.Tensor:
+            if gemm.part_and_end is not None:
+                rows, other = rows_of_operand(pieces[piece][0], *band), pieces[piece][1]
+                return gemm.part_and_end(rows, other, start, bias, out_dtype, accumulate)
+            assert gemm.end is not None
+            return gemm.end(part(piece, band, start), a, b, bias, out_dtype)
+
+        rest = (len(pieces), out_dtype, self.sequence, device)
+        return ordered_reduce.passed_on(self.group, shape, part, last, *rest)
 
     def quantizers(self, roles: GemmRoles, found: dict[str, Quantizer]) -> None:
         """Let the quantizers of a map's tensors see those of all ranks."""

@@ -11,7 +11,7 @@ from shared.streams import CPU, U8, Streams, part
 
 from reference.parallel import messages, ordered_reduce
 from reference.parallel.messages import ROOMS, Messages
-from reference.parallel.ordered_reduce import Band
+from reference.parallel.ordered_reduce import Band, Part
 from reference.support import groups
 
 SIZE = 300
@@ -186,10 +186,11 @@ def test_a_sum_has_the_words_of_one_process(
                 added = mine[piece, slice(*band)]
                 return later(torch.empty_like(added), lambda: added if start is None else start + added)
 
-            def end(band: Band, sums: torch.Tensor) -> torch.Tensor:
+            def last(piece: int, band: Band, start: torch.Tensor | None, add: Part = add) -> torch.Tensor:
+                sums = add(piece, band, start)
                 return later(torch.empty(sums.shape, dtype=torch.float16), lambda: sums)
 
-            out = ordered_reduce.passed_on("some", (rows, 3), add, end, 2, torch.float16, scatter, CPU)
+            out = ordered_reduce.passed_on("some", (rows, 3), add, last, 2, torch.float16, scatter, CPU)
             outs.append((streams.rank, turn, out))
         streams.run(random.Random(seed))
         for rank, turn, out in outs:

@@ -626,6 +626,7 @@ def test_a_tape_contains_a_chain(rank: int, mode: str) -> None:
         assert called.count("_take") == 1
         assert called.count("_hand_out") == (bands if rank else 0)
         assert called.count("_gather") == 1  # numbers for a bias's gradient, or codes
-    assert last[1].count("gemm_fp8_part") == bands
+    assert last[1].count("gemm_fp8_part") == bands  # the last rank's with what follows it
+    assert "end_gemm" not in last[1]
     at = last[1].index("gemm_fp8_part")
     assert last[1][at - 1] == "_end" if rank else last[1][at + 1] == "_send"
