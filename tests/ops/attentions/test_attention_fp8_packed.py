@@ -17,7 +17,7 @@ from shared.attention_packed_cases import int32, packed_inputs, packed_of, rows_
 from shared.bits import assert_same_bits
 from torch.utils.flop_counter import FlopCounterMode
 
-import optimized  # noqa: F401  (registers the CUDA kernels)
+from optimized.ops.attentions.attention_fp8 import moved_values
 from reference.ops.attentions.attention_lengths import hidden_by_lengths
 from reference.ops.attentions.attention_options import Options
 
@@ -158,6 +158,27 @@ def test_kernels_and_awkward_lengths(turn: int, mask_type: str, device: torch.de
         assert_same_bits(expected[name], value, name)
     for n, rows in enumerate(rows_of(call["q_lengths"], call["q_starts"])):
         assert n == 3 or bool(found["out"][rows].isfinite().all()), "another sequence's NaN"
+
+
+@simulated
+@pytest.mark.gpu
+@pytest.mark.parametrize("room", [True, False])
+def test_values_begin_at_multiples_of_128_columns(room: bool, device: torch.device) -> None:
+    """From every byte of 16 on, NaN around them; a sequence is followed by zeros. Without room v_t is copied."""
+    lengths = [3, 0, 128, 129, 1, *range(16), 127, 300]
+    starts = starts_of(int32(*lengths), [2, *(n % 3 for n in range(len(lengths)))])
+    tokens = int(starts[-1]) + (0 if room else 3)
+    memory = torch.full((2, 48, -(-tokens // 16) * 16 if room else tokens), NAN, dtype=torch.uint8)
+    values = memory[..., :tokens]
+    for rows in rows_of(int32(*lengths), starts):
+        values[..., rows] = torch.randint(1, 120, values[..., rows].shape, dtype=torch.uint8)
+    options = Options(1.0, "none", -1, -1, kv_lengths=int32(*lengths).to(device), kv_starts=starts.to(device))
+    options = options._replace(q_starts=options.kv_starts, longest_q=300, longest_kv=300)
+    found = moved_values(memory.to(device)[..., :tokens].view(FP8).unsqueeze(0), options)[0].view(torch.uint8).cpu()
+    for n, rows in enumerate(rows_of(int32(*lengths), starts)):
+        first, count = rows.start // 128 * 128 + 128 * n, rows.stop - rows.start
+        assert_same_bits(values[..., rows], found[..., first : first + count], f"sequence {n}")
+        assert not found[..., first + count : first + -(-count // 128) * 128].any(), f"after sequence {n}"
 
 
 @simulated
