@@ -53,7 +53,18 @@ struct Place {
     int first, batch, head, column;
     Range blocks;
 };
-struct Tile : Place, OwnLimits<Config> {};
+struct Limited : Place {
+    EntryLimits<Config> limits;
+};
+using Tile = Choice<kLengths, Limited, Place>::Type;
+
+// With `OwnLimits` and `limits_of` calls without lengths would have other machine code.
+__device__ __forceinline__ const Arguments& own_limits(const Arguments& a, const Place&) { return a; }
+__device__ __forceinline__ const EntryLimits<Config>& own_limits(const Arguments&, const Limited& tile) {
+    return tile.limits;
+}
+__device__ __forceinline__ void keep(Place&, const Arguments&) {}
+__device__ __forceinline__ void keep(Limited& tile, const EntryLimits<Config>& limits) { tile.limits = limits; }
 
 // Maps of keys: one; of packed sequences four, by the remainder of the row at which they begin.
 struct KeyMaps {
@@ -96,14 +107,14 @@ __device__ __forceinline__ Range visited_by_tile(const Limits& a, int first) {
 __device__ __forceinline__ Tile tile_of(const Arguments& a, int rank) {
     const int query_blocks = (a.sq + kQueries - 1) / kQueries, columns = (a.d + kChannels - 1) / kChannels;
     const int all_heads = a.batches * a.heads, width = query_blocks * columns;
-    if (rank >= all_heads * width) return {{0, 0, -1, 0, {0, 0}}};
+    if (rank >= all_heads * width) return {0, 0, -1, 0, {0, 0}};
     const int before = rank / (a.together * width) * a.together;
     const int heads = min(a.together, all_heads - before), place = rank - before * width;
     const int head = before + place % heads, block = place / heads;
     const int first = (query_blocks - 1 - block / columns) * kQueries;
     const Limits& limits = limits_of(a, head / a.heads);
-    Tile tile{{first, head / a.heads, head % a.heads, block % columns * kChannels, visited_by_tile(limits, first)}};
-    tile.carry(limits);
+    Tile tile{first, head / a.heads, head % a.heads, block % columns * kChannels, visited_by_tile(limits, first)};
+    keep(tile, limits);
     return tile;
 }
 
@@ -120,7 +131,8 @@ __device__ __forceinline__ void produce(Shared& shared, const CUtensorMap* q, co
         next = ticket == nullptr ? 0x7FFFFFFF : gridDim.x + atomicAdd(ticket, 1);
         const int key_head = tile.head / a.group;
         const int s = queries.index;
-        const int first = tile.first + q_start(limits_of(a, tile)), start = kv_start(limits_of(a, tile));
+        const int first = tile.first + (kPacked ? q_start(own_limits(a, tile)) : 0);
+        const int start = kPacked ? kv_start(own_limits(a, tile)) : 0;
         const int value = kPacked ? values_from(tile.batch, start) : 0;
         shared.q_box[s].wait_empty(queries.parity);
         const unsigned q_full = shared_address(&shared.q_box[s].full);
@@ -198,7 +210,7 @@ __device__ __forceinline__ void store(const float (&o)[kAcc], const Rows& rows, 
                                       unsigned short* out, float* m, float* inv, int row, const Tile& tile) {
     float last[2];
     finish_codes(last, rows, a, m, inv, tile.batch, tile.head, row, tile.column == 0);
-    const Limits& limits = limits_of(a, tile);
+    const Limits& limits = own_limits(a, tile);
     out += tile.batch * a.out_b + tile.head * a.out_h + (row + q_start(limits)) * a.out_s + tile.column;
     store_rows<Config::Format>(o, __fmul_rn(last[0], of_values), __fmul_rn(last[1], of_values), out, a.out_s,
                                q_written(a, limits) - row, a.d - tile.column);
@@ -224,7 +236,7 @@ __device__ __forceinline__ void consume(Shared& shared, const Arguments& a, floa
         for (int i = 0; i < kAcc; i++) o[i] = 0.0f;
         const auto counter =
             kDropout ? tile_counter<Config::kPlaced>(a, tile.batch * a.heads + tile.head, warp_row / 16, 0) : 0;
-        const Limits& limits = limits_of(a, tile);
+        const Limits& limits = own_limits(a, tile);
         const ClearBlocks clear(limits, warp_row, mask != nullptr);
         const auto hide = [&](float (&s)[64], int j) {
             const int key = j * kTileRows + 4 * (threadIdx.x % 4);
