@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from reference.ops.attentions.attention_packed import alone_rows
 from reference.ops.casts.cat_cast_transpose import side_by_side
 from reference.ops.library import twin
 from reference.recipes.quantized import Accumulation, Operand, Quantized, as_dtype, dequantize, dgrad, fprop
@@ -73,6 +74,15 @@ class Quantizer:
     def quantize(self, x: torch.Tensor, transpose: bool) -> Quantized:
         """x `[rows, cols]` quantized, with its transpose if a backward will read it."""
         raise NotImplementedError
+
+    def quantize_packed(
+        self, x: torch.Tensor, lengths: torch.Tensor, starts: torch.Tensor, transpose: bool
+    ) -> Quantized:
+        """`quantize` of packed sequences' tokens x `[tokens, cols]`, of which those in no sequence count as zeros.
+
+        lengths, starts: int32 `[b]` and `[b + 1]`, as in `reference.ops.attentions.attention_packed`.
+        """
+        return self.quantize(x.masked_fill(alone_rows(lengths, starts, x.shape[0])[:, None], 0.0), transpose)
 
     def scale(self, x: torch.Tensor) -> torch.Tensor | None:
         """The scale, fp32 `[1]`, by which `quantize(x)` multiplies; None where there is not one for all of x."""

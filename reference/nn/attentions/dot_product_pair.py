@@ -1,7 +1,7 @@
 """Attention of q, k and v in their layout: the pair of functions of `DotProductAttention`, and a part of the block's.
 
     q, k, v  [s, b, h, d] or [b, s, h, d]    of heads `[b, h, s, d]`, as views
-             [t, h, d] (packed sequences)    as they lie; in FP8 gathered into [b, s, h, d], and out gathered back
+             [t, h, d] (packed sequences)    as they lie
     out      the same layout with v's d      by one of three:
 
     exact    `twin::attention`, with a mask, a bias, ALiBi, sinks, lengths, a cache (`exact_attention.py`)
@@ -24,7 +24,6 @@ from reference.nn.attentions.inference_step import Cached, attended_in_pages, en
 from reference.nn.attentions.no_grad_inputs import NoGradInputs, Tensor
 from reference.nn.core.context import BlockContext, ModuleContext
 from reference.ops.attentions.attention_options import Options
-from reference.ops.attentions.attention_packed import to_sequences, to_tokens
 from reference.ops.library import twin
 from reference.support.nested import Tensors
 
@@ -42,7 +41,7 @@ class Plan(NamedTuple):
         returns_rows: whether `forward` returns m and inv `[b, h, sq]` beside out.
         fp8: the key of the quantizers; None where attention is in 16 bits.
         cached: None, or how keys and values go through a cache; then there is no backward.
-        longest: of packed sequences that are read as they lie the longest ones' queries and keys.
+        longest: of packed sequences the longest ones' queries and keys.
     """
 
     needs: tuple[bool, ...]
@@ -54,11 +53,6 @@ class Plan(NamedTuple):
     fp8: Hashable = None
     cached: Cached | None = None
     longest: tuple[int, int] | None = None
-
-    @property
-    def gathers(self) -> bool:
-        """Whether packed sequences are gathered."""
-        return self.layout == "thd" and self.longest is None
 
     def heads_first(self, x: torch.Tensor) -> torch.Tensor:
         """`[b, h, s, d]` of sequences in their layout; packed ones as they lie."""
@@ -72,17 +66,12 @@ class Plan(NamedTuple):
             return x
         return x.permute(2, 0, 1, 3) if self.layout == "sbhd" else x.permute(0, 2, 1, 3)
 
-    def of_fp8(self) -> attention_fp8.Plan:
-        """The plan of attention in FP8."""
-        return attention_fp8.Plan(self.needs[:3], self.equation, self.fp8, self.layout == "sbhd")
-
 
 class Saved(NamedTuple):
     """What backward reads.
 
     Attributes:
-        q, k, v: as attention read them, in their layout, gathered ones as sequences; None in FP8, where `attended` has
-            codes.
+        q, k, v: as attention read them, in their layout; None in FP8, where `attended` has codes.
         attended: the core's results; with `Plan.recomputes` the random state from before it.
         added: a bias, or sinks.
     """
@@ -95,7 +84,7 @@ class Saved(NamedTuple):
 
 
 def options_of(plan: Plan, reads: NoGradInputs, state: Tensor, added: Tensor) -> Options:
-    """What the ops of exact attention take after q, k and v."""
+    """What the ops of attention take after q, k and v; in FP8 those that they have there, too."""
     found = plan.equation.options(reads.mask, state, added, reads.slopes, reads.q_lengths, reads.kv_lengths)
     if plan.longest is None:
         return found
@@ -123,20 +112,16 @@ def attend(
     amax: Tensor = None
     if plan.equation.fp8_kv and reads.step_key_scales is None:  # else they become codes in the cache
         k, v = rounded(k), rounded(v)
-    if plan.gathers:
-        of_q, of_kv = reads.maps()
-        q, k, v = to_sequences(q, of_q), to_sequences(k, of_kv), to_sequences(v, of_kv)
-    kept: tuple[Any, Any, Any] = (q, k, v)
+    kept: tuple[Any, Any, Any] = (None, None, None)
     attended: Any
     if fp8 is None:
+        kept = (q, k, v)
         heads = (plan.heads_first(q), plan.heads_first(k), plan.heads_first(v))
-        out, attended, amax = _attend_by_heads(plan, reads, state, added, *heads, wants_amax and not plan.gathers)
-        out = plan.in_order(out)
+        out, attended, amax = _attend_by_heads(plan, reads, state, added, *heads, wants_amax)
     else:
-        context = BlockContext((fp8,), (state,), (reads.mask,))
-        out, attended = attention_fp8.forward(plan.of_fp8(), context, q, k, v)
-        kept = (None, None, None)
-    return to_tokens(out, of_q) if plan.gathers else out, attended, kept, amax
+        options = options_of(plan, reads, state, added)
+        out, attended = attention_fp8.attend(fp8, plan.layout, options, q, k, v)
+    return plan.in_order(out), attended, kept, amax
 
 
 def _attend_by_heads(
@@ -173,24 +158,15 @@ def attend_backward(
     wants_amax: bool = False,
 ) -> tuple[Any, Any, Any, Tensor, Tensor]:
     """The gradients of q, k and v in their layout and of what is added, and the amax of the first three (`attend`)."""
-    if plan.gathers:
-        of_q, of_kv = reads.maps()
-        grad = to_sequences(grad, of_q)
-    dq: Any
-    dk: Any
-    dv: Any
-    dadded: Tensor = None
-    amax: Tensor = None
+    grad = dense_rows(plan.heads_first(grad))
     if fp8 is not None:
-        context = BlockContext((fp8,), (None,), (reads.mask,))
-        dq, dk, dv = attention_fp8.backward(plan.of_fp8(), context, saved.attended, grad)
-    else:
-        qkv = (plan.heads_first(saved.q), plan.heads_first(saved.k), plan.heads_first(saved.v))
-        by_heads = dense_rows(plan.heads_first(grad))
-        *heads, amax, dadded = _backward_by_heads(plan, reads, saved, qkv, by_heads, wants_amax and not plan.gathers)
-        dq, dk, dv = map(plan.in_order, heads)
-    if plan.gathers:
-        dq, dk, dv = to_tokens(dq, of_q), to_tokens(dk, of_kv), to_tokens(dv, of_kv)
+        options = options_of(plan, reads, saved.attended.state, saved.added)
+        heads = attention_fp8.attend_backward(options, saved.attended, grad)
+        dq, dk, dv = (plan.in_order(x).contiguous() for x in heads)  # neighbours in memory, as tapes want results
+        return dq, dk, dv, None, None
+    qkv = (plan.heads_first(saved.q), plan.heads_first(saved.k), plan.heads_first(saved.v))
+    *grads, amax, dadded = _backward_by_heads(plan, reads, saved, qkv, grad, wants_amax)
+    dq, dk, dv = map(plan.in_order, grads)
     return dq, dk, dv, dadded, amax
 
 
@@ -225,7 +201,7 @@ def forward(plan: Plan, context: BlockContext, *given: Tensor) -> tuple[Any, Sav
     results = (out, attended.m, attended.inv) if plan.returns_rows else out
     if plan.recomputes:
         attended = attended.state
-    elif not plan.gathers:  # the result itself is saved, and not other views of it: autograd sees a change in place
+    else:  # the result itself is saved, and not other views of it: autograd sees a change in place
         attended = attended._replace(out=out)
     return results, Saved(*kept, attended, tensors[3])
 
@@ -234,7 +210,7 @@ def backward(plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor
     """The gradients of q, k and v, and of what is added, if it is given; m and inv get none: they are looked at."""
     fp8 = context.modules[0] if context.modules else None
     grad = grad.unflatten(-1, (plan.heads, -1))
-    if not plan.gathers and not plan.recomputes:
+    if not plan.recomputes:
         out = plan.heads_first(saved.attended.out.unflatten(-1, (plan.heads, -1)))
         saved = saved._replace(attended=saved.attended._replace(out=out))
     return attend_backward(plan, NoGradInputs.of(context.reads), saved, fp8, grad)[: len(plan.needs)]

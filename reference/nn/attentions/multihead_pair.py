@@ -192,7 +192,7 @@ def forward(plan: Plan, context: BlockContext, *tensors: Any) -> tuple[Any, Any]
         return results, ()
     mixed, joined = saved.mixed, saved.joined
     q, k, v = kept
-    if plan.core.gathers or modules.core is not None:
+    if modules.core is not None:
         mixed = joined = None
     else:
         rounds, turns = plan.core.equation.fp8_kv, plan.rotary is not None or plan.norms is not None
