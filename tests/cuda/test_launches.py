@@ -30,7 +30,8 @@ from reference.ops.optimizers.grad_norm import CHUNK
 SHARED_BYTES = 232448  # that a block of Hopper's can have
 # These have more configurations than CI compiles: each macro must have a value that CI compiles somewhere.
 SAMPLED = {"activation", "activation_cast_transpose", "activation_cast_blocks", "adam_states", "gemm"}
-SAMPLED |= {"gemm_fp8", "gemm_fp8_blocks", "gemm_fp8_blocks_fused", "gemm_fp8_fused", "gemm_fp8_rowwise"}
+SAMPLED |= {"gemm_fp8", "gemm_fp8_blocks", "gemm_fp8_blocks_fused", "gemm_fp8_fused", "gemm_fp8_part"}
+SAMPLED |= {"gemm_fp8_rowwise"}
 # Widths at which another kernel or configuration begins.
 WIDTHS = sorted(
     width
