@@ -242,7 +242,10 @@ OPS: dict[str, Callable[..., Results]] = {
     "activation_backward_cast_transpose_dbias": lambda grad, x, kind, *_: _activation_backward(grad, x, kind),
     "norm": lambda x, weight, bias, eps, zero, kind, *_: [_norm(x, weight, bias, eps, zero, kind)],
     "norm_scale": lambda x, weight, bias, eps, zero, kind, *_: [_norm(x, weight, bias, eps, zero, kind)],
-    "norm_scale_cast_transpose": lambda x, weight, bias, eps, zero, kind, *_: [_norm(x, weight, bias, eps, zero, kind)],
+    # The scale is that of the rounded y.
+    "norm_scale_cast_transpose": lambda x, weight, bias, eps, zero, kind, *_: [
+        _norm(x, weight, bias, eps, zero, kind).to(x.dtype).double()
+    ],
     "norm_cast": lambda x, weight, bias, eps, zero, kind, *_: [_norm(x, weight, bias, eps, zero, kind)],
     "norm_cast_transpose": lambda x, weight, bias, eps, zero, kind, *_: [_norm(x, weight, bias, eps, zero, kind)],
     "norm_cast_blocks_transpose": lambda x, weight, bias, eps, zero, kind, *_: [
@@ -259,9 +262,10 @@ OPS: dict[str, Callable[..., Results]] = {
         h := _gemm_fp8(a, b, sa, sb, bias),
         _act(h, kind),
     ],
-    "gemm_fp8_activation_scale": lambda a, b, sa, sb, bias, _, kind, *more: [
+    # The scale is that of the activation of h as it is kept.
+    "gemm_fp8_activation_scale": lambda a, b, sa, sb, bias, dtype, kind, *more: [
         h := _gemm_fp8(a, b, sa, sb, bias),
-        _act(h, kind),
+        _act(h.to(dtype), kind),
     ],
     "gemm_fp8_activation_backward": lambda a, b, sa, sb, x, kind, *_: _activation_backward(
         _gemm_fp8(a, b, sa, sb, None), x, kind
