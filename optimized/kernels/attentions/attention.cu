@@ -35,6 +35,16 @@
 
 using namespace twin;
 
+#ifdef AMAX
+constexpr bool kAmax = true;
+#define TWIN_AMAX , unsigned* amax_word
+#define TWIN_AMAX_WORD amax_word
+#else
+constexpr bool kAmax = false;
+#define TWIN_AMAX
+#define TWIN_AMAX_WORD nullptr
+#endif
+
 struct Config : AttentionDefaults {
     using Format = FORMAT;
     static constexpr int kPlaced = PLACED;
@@ -151,7 +161,7 @@ __device__ __forceinline__ void store(const float (&o)[kAcc], const Rows& rows, 
     finish(last, rows, a, m, inv, tile.batch, tile.head, row, tile.column == 0);
     const Limits& limits = limits_of(a, tile);
     out += tile.batch * a.out_b + tile.head * a.out_h + (row + q_start(limits)) * a.out_s + tile.column;
-    Amax<Format> amax;
+    Amax<Format, kAmax> amax;
     store_rows<Format>(o, last[0], last[1], out, a.out_s, q_written(a, limits) - row, a.d - tile.column, amax.also());
     amax.leave_of_warp(amax_word);
 }

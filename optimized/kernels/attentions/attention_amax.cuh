@@ -1,22 +1,13 @@
-// The amax of what a kernel stores, with AMAX: the kernel has an argument `amax_word`, a fp32 word that is +0 at first,
-// and its warps or blocks raise it. An fp32 number of 0 or more has the order of its word. NaN is passed over.
+// The amax of what a kernel stores, where it is wanted: its warps or blocks raise a fp32 word that is +0 at first. An fp32
+// number of 0 or more has the order of its word. NaN is passed over.
 #pragma once
 #include "attention_tile.cuh"
 #include "common/current_scale.cuh"
 #include "common/largest_pair.cuh"
 
-#ifdef AMAX
-#define TWIN_AMAX , unsigned* amax_word
-#define TWIN_AMAX_WORD amax_word
-#else
-#define TWIN_AMAX
-#define TWIN_AMAX_WORD nullptr
-#endif
-
 namespace twin {
 
-#ifdef AMAX
-template <class Format>
+template <class Format, bool kWanted>
 struct Amax {
     LargestPair<same_type<Format, BF16> ? 1 : 2> largest;
 
@@ -34,14 +25,13 @@ struct Amax {
         if (threadIdx.x == 0) atomicMax(word, __float_as_uint(most));
     }
 };
-#else
+
 template <class Format>
-struct Amax {
+struct Amax<Format, false> {
     __device__ __forceinline__ Nothing also() const { return {}; }
     __device__ __forceinline__ void leave_of_warp(unsigned*) const {}
     template <int kWarps>
     __device__ __forceinline__ void leave_of_block(unsigned*) const {}
 };
-#endif
 
 }  // namespace twin

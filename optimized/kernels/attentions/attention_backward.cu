@@ -27,6 +27,16 @@
 
 using namespace twin;
 
+#ifdef AMAX
+constexpr bool kAmax = true;
+#define TWIN_AMAX , unsigned* amax_word
+#define TWIN_AMAX_WORD amax_word
+#else
+constexpr bool kAmax = false;
+#define TWIN_AMAX
+#define TWIN_AMAX_WORD nullptr
+#endif
+
 struct Config : BackwardDefaults {
     using Format = FORMAT;
     static constexpr bool kDropout = DROPOUT, kBias = BIAS, kLengths = LENGTHS, kPacked = PACKED;
@@ -335,7 +345,7 @@ __device__ __forceinline__ void consume(Shared& shared, const Arguments& a, cons
             hand_over(consumer.dv, consumer.dk, a, scratch, work);
         } else {
             const long long to = work.batch * a.out_b + work.key_head * a.out_h + (row + kv_start(limits)) * a.out_s;
-            Amax<Format> amax;
+            Amax<Format, kAmax> amax;
             store_rows<Format>(consumer.dv, a.kept, a.kept, dv_out + to, a.out_s, kv_written(a, limits) - row, a.d,
                                amax.also());
             store_rows<Format>(consumer.dk, a.scale, a.scale, dk_out + to, a.out_s, kv_written(a, limits) - row, a.d,

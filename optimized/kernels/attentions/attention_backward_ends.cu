@@ -19,6 +19,16 @@
 
 using namespace twin;
 
+#ifdef AMAX
+constexpr bool kAmax = true;
+#define TWIN_AMAX , unsigned* amax_word
+#define TWIN_AMAX_WORD amax_word
+#else
+constexpr bool kAmax = false;
+#define TWIN_AMAX
+#define TWIN_AMAX_WORD nullptr
+#endif
+
 struct Config : BackwardDefaults {
     using Format = FORMAT;
     static constexpr int kPlaced = PLACED;
@@ -133,7 +143,7 @@ extern "C" __global__ void __launch_bounds__(256)
         const float4 four = any ? from[128 * j + threadIdx.x % 128] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         sum[4 * j] = four.x, sum[4 * j + 1] = four.y, sum[4 * j + 2] = four.z, sum[4 * j + 3] = four.w;
     }
-    Amax<Format> amax;
+    Amax<Format, kAmax> amax;
     store_rows<Format>(sum, a.scale, a.scale,
                        dq + batch * a.out_b + head * a.out_h + (row + q_start(limits)) * a.out_s + column, a.out_s,
                        q_written(a, limits) - row, a.d - column, amax.also());

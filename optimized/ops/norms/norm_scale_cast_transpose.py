@@ -15,6 +15,7 @@ import itertools
 import torch
 
 from optimized.ops.casts import cast_transpose, current_scale
+from optimized.ops.casts.cast import FP8
 from optimized.ops.norms import norm, norm_cast_transpose
 from optimized.ops.norms.norm import ROW_WARPS, row_warps, rows_kernel
 from optimized.ops.norms.norm_cast_transpose import SHAPES, tile_shape
@@ -23,14 +24,14 @@ from reference.ops.library import on_cuda
 from reference.ops.norms.norm import KINDS, Five
 from reference.ops.norms.norm_scale_cast_transpose import outputs
 
-_HALVES, _E4M3 = (torch.bfloat16, torch.float16), torch.float8_e4m3fn
+_HALVES = (torch.bfloat16, torch.float16)
 CONFIGURATIONS = [
     rows_kernel(x, kind, warps, 1024 * warps - short, True, True).configuration
     for x, kind, warps, short in itertools.product(_HALVES, KINDS, ROW_WARPS, (0, 8))
 ]
 CONFIGURATIONS += [
-    ("norm_cast_transpose", norm_cast_transpose.defines(x, kind, _E4M3, shape, hidden) | {"ROUND": 1})
-    for x, kind, (stripes, cluster), short in itertools.product(_HALVES, KINDS, SHAPES, (0, 16))
+    ("norm_cast_transpose", norm_cast_transpose.defines(x, kind, q, shape, hidden) | {"ROUND": 1})
+    for x, kind, q, (stripes, cluster), short in itertools.product(_HALVES, KINDS, FP8, SHAPES, (0, 16))
     for hidden in [512 * stripes * cluster - short]
     if (shape := tile_shape(x, kind, hidden)) is not None
 ]
