@@ -26,6 +26,12 @@
 
 using namespace twin;
 
+#ifdef AMAX_ALONE
+#define TWIN_ROW(index) (rows - 1 - (index))
+#else
+#define TWIN_ROW(index) index
+#endif
+
 #ifdef ROW_WARPS
 
 constexpr int kThreads = 32 * ROW_WARPS * ROWS;  // ROWS: of a block at a time
@@ -75,14 +81,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     const int group = threadIdx.x / (32 * ROW_WARPS);
     const int step = gridDim.x * ROWS;
     const Held held(hidden);
-#ifdef AMAX_ALONE
-    const auto place = [rows](int index) { return rows - 1 - index; };
-#else
-    const auto place = [](int index) { return index; };
-#endif
     int index = blockIdx.x * ROWS + group, turn = 0;
     Packed packed, next;
-    if (index < rows) packed = held.load(x, place(index));
+    if (index < rows) packed = held.load(x, TWIN_ROW(index));
     if (ROWS >= 4)  // enough threads for all parameters, or nearly
         stage_parameters(affine, weight, bias, parameters, zero_centered != 0, held.hidden);
     else if (parameters == 0)
@@ -93,11 +94,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
         stage_at_once<2>(affine, weight, bias, zero_centered != 0, held.hidden);
 #pragma unroll 1
     for (; index < rows; index += step) {
-        if (index + step < rows) next = held.load(x, place(index + step));
+        if (index + step < rows) next = held.load(x, TWIN_ROW(index + step));
         const Row row(packed, held, eps, slots[group], turn, group + 1);
         turn ^= 1;
-        row.store_statistics(mean, rstd, place(index), held);
-        const size_t start = static_cast<size_t>(place(index)) * held.hidden + held.first;
+        row.store_statistics(mean, rstd, TWIN_ROW(index), held);
+        const size_t start = static_cast<size_t>(TWIN_ROW(index)) * held.hidden + held.first;
         row.for_each_output(affine, held, [&](int i, const float (&v)[8]) {
 #ifndef AMAX_ALONE
             store_output(y, out, start + kStripe * i, v);
