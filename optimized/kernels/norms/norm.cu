@@ -98,7 +98,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
         const Row row(packed, held, eps, slots[group], turn, group + 1);
         turn ^= 1;
         row.store_statistics(mean, rstd, TWIN_ROW(index), held);
-        const size_t start = static_cast<size_t>(TWIN_ROW(index)) * held.hidden + held.first;
+#ifndef AMAX_ALONE
+        const size_t start = static_cast<size_t>(index) * held.hidden + held.first;
+#endif
         row.for_each_output(affine, held, [&](int i, const float (&v)[8]) {
 #ifndef AMAX_ALONE
             store_output(y, out, start + kStripe * i, v);

@@ -67,7 +67,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const int warp = threadIdx.x / 32;
     const int run_stride = kRunRows * hidden + kSkew;
     unsigned char* const codes = reinterpret_cast<unsigned char*>(affine + (KIND == 0 ? 2 : 1) * hidden);
+#ifndef ROUND
     float amax = 0.0f;
+#endif
     int tile = blockIdx.x;
     Packed packed, next;
     Slots unused;  // a warp needs no other's sum
@@ -253,7 +255,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
     __syncthreads();
     if (CLUSTER > 1) cluster_wait();  // all blocks run, and their barriers are initialised
 
+#ifndef ROUND
     float amax = 0.0f;
+#endif
     int slot = 0, parity = 0, turn = 0;
     const auto sum_of_row = [&](const float (&stripes)[kLaneSums]) {
         const float sum = row_sum(stripes, exchanges[warp][turn & 1], turn >> 1 & 1, rank);
