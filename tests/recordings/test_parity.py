@@ -258,7 +258,6 @@ def test_layers_have_cases_under_every_recipe_of_a_gpu() -> None:
     of_gpus = {type(make(Settings())) for name, make in RECIPES.items() if name not in ("bf16", "mxfp8", "nvfp4")}
     assert {type(one) for one in layer_cases.RECIPES.values()} == of_gpus - {DelayedScaling}
     *_, mixed = layer_cases.recipes()
-    assert mixed.live
     assert parity.live(mixed, CPU).equal
 
 
