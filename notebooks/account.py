@@ -119,8 +119,10 @@ def ops(stage: str) -> list[Op]:
             op["bytes"] += 2 * 2 * T * F - second
             account.ops.append({"op": "activation_cast_transpose", "bytes": second, "flop": 0})
             break
-        if op["op"] == "activation_scale_cast_transpose":  # it reads h twice: for the amax, then for the codes
+        if op["op"] == "gemm_fp8_activation_scale":  # what casts reads h again
             op["bytes"] += 2 * T * F
+        if op["op"] == "norm_scale_cast_transpose":  # it reads x twice: for the amax, then for the codes
+            op["bytes"] += 2 * T * H
     return account.ops
 
 

@@ -12,6 +12,9 @@ A call that allocates more than `LARGEST` bytes always runs, because its kernels
 it would hold more: those of a layer of hidden 2048 with 8192 tokens allocate less, under any recipe. Measuring or
 recording a call costs as much as running it. So where shapes keep changing, because each batch has lengths of its own,
 this ends after `MOST_MISSES` times.
+
+Where ranks share a layer a call has several times as many launches and messages, so its Python takes longer: there it
+may allocate `LARGEST_SHARED` bytes.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,13 +24,14 @@ import torch
 
 from optimized.cuda import launch
 from optimized.tapes import collectives
-from optimized.tapes.memory import ARENA, FIRST, SCRATCH, Place, Results, arrange, place_of, storage_of
+from optimized.tapes.memory import ARENA, FIRST, NOWHERE, SCRATCH, Place, Places, Results, arrange, place_of, storage_of
 from optimized.tapes.relocation import NotRelocatable, RelocatableTape
 from optimized.tapes.tape import Tape
 from optimized.tapes.tape_recorder import TapeRecorder, Watch
+from reference.state import gradient_places
 from reference.support.nested import Tensors
 
-LARGEST = 448 << 20
+LARGEST, LARGEST_SHARED = 448 << 20, 4 << 30
 MOST_GROUPS, MOST_TAPES = 4096, 256  # groups (a layer takes up to four for each length), and tapes of one group
 MOST_MISSES = 4096  # by how many misses may outnumber hits
 MOST_MOVED = 4096  # tapes of all groups that were moved: some 15 KB each
@@ -65,18 +69,20 @@ class CallGroup:
         self.relocatable: RelocatableTape | None = None
         self.misses = self.hits = 0
 
-    def measure(self, run: Function) -> tuple[Tensors, Tensors]:
-        """Run the first call, and note what it allocates."""
+    def measure(self, run: Function, places: Places) -> tuple[Tensors, Tensors]:
+        """Run the first call, and note what it allocates; later ones have results in `places`."""
+        collectives_before = collectives.made
         with Watch() as watch:
             results, saved = run()
         last = {one.address: i for i, one in enumerate(watch.allocated)}
         owners = {last.get(x.data_ptr(), -1): i for i, x in enumerate(results) if x is not None}
         saved_ones = {last.get(storage_of(x)) for x in saved if x is not None}
         self.places, self.sizes = arrange(watch.allocated, owners, saved_ones)
-        self.results = Results(results)
+        self.results = Results(results, places)
         whole = all(x is None or (x.is_contiguous() and x.numel()) for x in results)
         distinct = -1 not in owners and len(owners) == sum(x is not None for x in results)
-        self.usable = watch.usable and whole and distinct and sum(self.sizes) <= LARGEST
+        most = LARGEST if collectives.made == collectives_before else LARGEST_SHARED
+        self.usable = watch.usable and whole and distinct and sum(self.sizes) <= most
         return results, saved
 
     def allocate(self, where: int, device: torch.device) -> torch.Tensor | None:
@@ -138,16 +144,18 @@ class CallGroup:
         tape = Tape()
         with launch.recording(tape), TapeRecorder(self.places, (*sources[:FIRST], *results), tape) as watch:
             found, saved = run()
-        places = [None if x is None else place_of(x, (*sources, *results)) for x in saved]
-        needed = sorted({place.number for place in places if place is not None})
-        located = [p if p is None else p._replace(number=needed.index(p.number)) for p in places]
+        lying = [None if x is None else place_of(x, (*sources, *results)) for x in saved]
+        needed = sorted({place.number for place in lying if place is not None})
+        located = [p if p is None else p._replace(number=needed.index(p.number)) for p in lying]
         in_place = all(_address(a) == _address(b) for a, b in zip(found, results, strict=True))
-        # The places may differ from call to call, because inputs may share storage.
+        # These may differ from call to call, because inputs may share storage.
         same = not self.recorded or (self.needed, self.saved_places) == (needed, located)
         self.usable = watch.usable and in_place and same and not {-1, SCRATCH} & set(needed)
         self.needed, self.saved_places, self.recorded = needed, located, True
         self.add(addresses, tape)
-        self.relocatable = RelocatableTape(tape, tensors)
+        self.relocatable = RelocatableTape(
+            tape, tensors, [x for i in self.results.placed if (x := results[i]) is not None]
+        )
         return found, saved
 
     def saved(self, sources: Sequence[torch.Tensor | None]) -> Tensors:
@@ -195,6 +203,7 @@ def run_or_play(
     inputs: Tensors,
     state: Sequence[torch.Tensor],
     before_first: Callable[[], None] | None = None,
+    places: Places = NOWHERE,
 ) -> tuple[Tensors, Tensors, CallGroup | None]:
     """Run the function that `prepare` gives, or play its tape: its results, what it saved, and its group or None.
 
@@ -206,6 +215,7 @@ def run_or_play(
         inputs: what it reads; the first is a tensor.
         state: what else it reads or changes.
         before_first: called before the first call of a group runs.
+        places: where results lie that the caller has a place for, if the call is played; `key` names them.
     """
     if collectives.world is not None and collectives.outdated():
         _groups.clear()
@@ -217,13 +227,14 @@ def run_or_play(
             before_first()
         counts.misses += 1
         group = CallGroup()
-        results, saved = group.measure(prepare())  # if this fails, the next call is a first one again
+        gradient_places.here.taken = ()  # or an allocation would not be seen
+        results, saved = group.measure(prepare(), places)  # if this fails, the next call is a first one again
         _keep(key, group)
         return results, saved, None
     if not group.usable:
         return *prepare()(), None
     device: torch.device = inputs[0].device  # type: ignore[union-attr]
-    results, owners = group.results.allocate(device)
+    results, owners = group.results.allocate(device, places)
     sources = [group.allocate(ARENA, device), group.allocate(SCRATCH, device), *inputs, *state]
     tensors = [x for x in (*owners, *sources) if x is not None]
     addresses = tuple([x.data_ptr() for x in tensors])
@@ -234,6 +245,7 @@ def run_or_play(
         del results, owners, sources, tensors
         return *prepare()(), None
     else:
+        gradient_places.here.taken = ()
         found, saved = group.record(prepare(), results, sources, tensors, addresses)
         if not group.usable:
             return found, saved, None

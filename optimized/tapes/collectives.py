@@ -12,6 +12,7 @@ from optimized.tapes.memory import TensorRef, tensors_of
 
 # The default process group in which the collectives on tapes were recorded; None before the first.
 world: Callable[[], Any] | None = None
+made = 0  # collectives, of all threads: a call that is measured has some where this grows
 
 
 def outdated() -> bool:
@@ -43,10 +44,7 @@ class Collective(NamedTuple):
 
 
 def beside_launches(function: Callable[..., Any], args: list[Any]) -> None:
-    """What makes the calls of `reference.support.groups.collective`: those on a GPU become entries of a tape.
-
-    They are part of no CUDA graph: a group's backend may be gloo, whose calls cannot be captured.
-    """
+    """What makes the calls of `reference.support.groups.collective`: those on a GPU become entries of a tape."""
     first = args[0][0] if isinstance(args[0], list) else args[0]
     if first.is_cuda:
         collective(function, args)
@@ -62,19 +60,21 @@ def collective(function: Callable[..., Any], args: list[Any], *, capturable: boo
 
     Args:
         function: reads and writes tensors of `args` on torch's current stream, as `dist.all_reduce` does, and does what
-            depends on no value. What it returns is dropped.
+            depends on no value. It returns True if it may become part of a CUDA graph, which messages between GPUs
+            of one host may (`reference.parallel.messages`), and gloo's calls may not.
         args: tensors, lists of them, and what is no tensor, such as the name of a process group
             (`reference.support.groups`).
-        capturable: whether it may become part of a CUDA graph, as NCCL's may and gloo's may not.
+        capturable: whether it may even if it returns something else.
     """
-    global world
+    global world, made
     if launch.collects():
         return
     with _disable_current_modes():  # what it does inside is one entry of a tape
-        function(*args)
+        of_streams = function(*args) is True
+    made += 1
     tape = launch.tape()
     if tape is not None:
         if world is None:
             ours = dist.group.WORLD
             world = (lambda: None) if ours is None else weakref.ref(ours)
-        tape.append(Collective(function, TensorRef.of(args), capturable))
+        tape.append(Collective(function, TensorRef.of(args), capturable or of_streams))

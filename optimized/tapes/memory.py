@@ -1,7 +1,7 @@
 """Where the tensors of a played call lie: in its arena, its scratch, a result, an input or its module's state."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +13,8 @@ ARENA, SCRATCH, FIRST = range(3)
 _ALIGNMENT = 512  # bytes, as of PyTorch's allocator
 
 Tensors = Sequence[torch.Tensor | None]
+Places = Mapping[int, torch.Tensor]  # by a result's number
+NOWHERE: Places = {}
 
 
 class Place(NamedTuple):
@@ -168,38 +170,54 @@ class Results:
     """How a call's results are allocated.
 
     The first has memory of its own, since it may live longer. The others share one tensor if they have one dtype; each
-    starts at a multiple of 512 bytes.
+    starts at a multiple of 512 bytes. Those that have a place (`reference.state.gradient_places`) lie there.
+
+    Args:
+        results: of the first call.
+        places: by a result's number where it lies, if that has its shape and dtype.
 
     Attributes:
         like: shape and dtype of each, or None.
+        placed: the numbers of those that lie in a place.
         sizes: elements of those that share a tensor, and of the padding between them.
     """
 
-    def __init__(self, results: Tensors = ()) -> None:
+    def __init__(self, results: Tensors = (), places: Places = NOWHERE) -> None:
         self.like = [None if x is None else (x.shape, x.dtype) for x in results]
+        self.placed = [i for i, place in places.items() if self.like[i] == (place.shape, place.dtype)]
         self.sizes: list[int] = []
         self._dtype = torch.uint8
         self._parts: list[
             tuple[int, torch.Size] | None
         ] = []  # for each but the first: its number in `sizes`, its shape
-        shared = [x for x in results[1:] if x is not None]
+        others = [None if i in self.placed else x for i, x in enumerate(results)][1:]
+        shared = [x for x in others if x is not None]
         if len(shared) > 1 and len({x.dtype for x in shared}) == 1:
             self._dtype = shared[0].dtype
-            for x in results[1:]:
+            for x in others:
                 self._parts.append(None if x is None else (len(self.sizes), x.shape))
                 if x is not None:
                     padding = -x.numel() % (_ALIGNMENT // x.element_size())
                     self.sizes += [x.numel(), padding] if padding else [x.numel()]
 
-    def allocate(self, device: torch.device) -> tuple[tuple[torch.Tensor | None, ...], tuple[torch.Tensor | None, ...]]:
+    def allocate(
+        self, device: torch.device, places: Places = NOWHERE
+    ) -> tuple[tuple[torch.Tensor | None, ...], tuple[torch.Tensor | None, ...]]:
         """The results, and what they lie in."""
+        at = {i: places[i] for i in self.placed}
         own = self.like[:1] if self.sizes else self.like
-        first = tuple([None if x is None else torch.empty(x[0], dtype=x[1], device=device) for x in own])
+        first = tuple(
+            [
+                None if x is None else at[i] if i in at else torch.empty(x[0], dtype=x[1], device=device)
+                for i, x in enumerate(own)
+            ]
+        )
         if not self.sizes:
             return first, first
         whole = torch.empty(sum(self.sizes), dtype=self._dtype, device=device)
         parts = whole.unsafe_split_with_sizes(self.sizes)  # unsafe: autograd does not see them as views
         others = [
-            None if at is None else parts[at[0]] if len(at[1]) == 1 else parts[at[0]].view(*at[1]) for at in self._parts
+            at.get(i) if part is None else parts[part[0]] if len(part[1]) == 1 else parts[part[0]].view(*part[1])
+            for i, part in enumerate(self._parts, 1)
         ]
-        return (*first, *others), (*first, whole)
+        return (*first, *others), (*first, whole, *[place for i, place in at.items() if i])

@@ -33,13 +33,17 @@ class RecordedTensors:
 
     Args:
         tensors: all of them; a call at other addresses has the like in the same order.
+        apart: of which the storage also holds what is no matter of the call; it counts as one of their own.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor], apart: Sequence[torch.Tensor] = ()) -> None:
         self.addresses = [x.data_ptr() for x in tensors]
-        self.storages = [storage_of(x) for x in tensors]
         self._bytes = [_extent(x) for x in tensors]
-        self._sizes = [x.untyped_storage().nbytes() for x in tensors]
+        alone = [any(x is one for one in apart) for x in tensors]
+        self.storages = [x.data_ptr() if own else storage_of(x) for x, own in zip(tensors, alone, strict=True)]
+        self._sizes = [
+            _extent(x) if own else x.untyped_storage().nbytes() for x, own in zip(tensors, alone, strict=True)
+        ]
         self._least = min(filter(None, self.storages), default=0)
         self.first = [self.storages.index(one) for one in self.storages]  # of those that share its storage
 
@@ -94,8 +98,8 @@ class RelocatableTape:
     Its arguments are packed when it moves for the first time: where addresses repeat at once it never does.
     """
 
-    def __init__(self, tape: Tape, tensors: Sequence[torch.Tensor]) -> None:
-        self._tensors = RecordedTensors(tensors)
+    def __init__(self, tape: Tape, tensors: Sequence[torch.Tensor], apart: Sequence[torch.Tensor] = ()) -> None:
+        self._tensors = RecordedTensors(tensors, apart)
         self._entries = tape.entries
         self._packed = False
 

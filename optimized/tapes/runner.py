@@ -8,6 +8,7 @@ import torch
 from optimized.cuda import precompile
 from optimized.tapes.call_groups import CallGroup, Function, run_or_play, specification
 from reference.nn.core import autograd
+from reference.state import gradient_places
 from reference.support import unwritten
 from reference.support.nested import Tensors, flatten, rebuild
 
@@ -68,8 +69,9 @@ class TapeRunner(autograd.Runner):
             return prepare()()[0]
         state, changed = context.state(backward=True)
         # The group stands for the plan, and for the shapes and dtypes of what was saved.
-        key = (pair, group, *specification(grads))
-        results, _, played = run_or_play(prepare, key, (*grads, *saved), state)
+        places = {one.number: one.place for one in gradient_places.here.taken}
+        key = (pair, group, tuple(places), *specification(grads))
+        results, _, played = run_or_play(prepare, key, (*grads, *saved), state, places=places)
         if played is not None and changed:
             torch.autograd.graph.increment_version(changed)
         return results

@@ -15,18 +15,20 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula, sdpa_backward_flop_count, sdpa_flop_count
 
-from reference.ops.attentions import attention, attention_backward, attention_fp8, attention_fp8_backward  # noqa: F401  (declares the ops)
+from reference.ops.attentions import attention_amax, attention_fp8, attention_fp8_backward  # noqa: F401  (declares the ops)
+from reference.ops.attentions.attention_fp8 import of_call
 from reference.ops.attentions.attention_options import Options
-from reference.ops.gemms import gemm_block_formats, gemm_fp8_rowwise, gemm_fused, gemm_part  # noqa: F401  (declares the ops)
+from reference.ops.gemms import gemm_activation_scale, gemm_block_formats, gemm_fp8_rowwise, gemm_fused, gemm_part  # noqa: F401  (declares the ops)
 
 Shape = tuple[int, ...]
 _GEMMS = (
     *("gemm", "gemm_accumulate", "gemm_fp8", "gemm_fp8_accumulate"),
     *("gemm_fp8_activation", "gemm_fp8_activation_backward", "gemm_fp8_bias_dropout_add"),
+    "gemm_fp8_activation_scale",
     *("gemm_fp8_blocks", "gemm_fp8_blocks_accumulate", "gemm_fp8_blocks_bias_dropout_add"),
     *("gemm_fp8_rowwise", "gemm_fp8_rowwise_accumulate"),
     *("gemm_mxfp8", "gemm_mxfp8_accumulate"),
-    *("gemm_part", "gemm_fp8_part", "gemm_fp8_blocks_part"),
+    *("gemm_part", "gemm_fp8_part", "gemm_fp8_blocks_part", "gemm_fp8_end"),
 )
 
 
@@ -58,7 +60,8 @@ def attention_flops(q: Shape, k: Shape, v: Shape, *rest: Any, out_shape: Any = N
 
 def attention_fp8_flops(q: Shape, k: Shape, *rest: Any, out_shape: Any = None, **more: Any) -> int:
     """As `attention_flops`; v comes transposed, with k's sizes."""
-    return attention_flops(q, k, k)
+    options, _ = of_call(rest[4:])
+    return attention_flops(q, k, k, *options)
 
 
 def attention_backward_flops(grad: Shape, q: Shape, k: Shape, v: Shape, *rest: Any, **more: Any) -> int:
@@ -67,10 +70,15 @@ def attention_backward_flops(grad: Shape, q: Shape, k: Shape, v: Shape, *rest: A
     return int(sdpa_backward_flop_count((*q[:3], v[3]), q, k, v))
 
 
+def attention_fp8_backward_flops(grad: Shape, q: Shape, k: Shape, v: Shape, *rest: Any, **more: Any) -> int:
+    """As `attention_backward_flops`, whose arguments it has but for three scale_invs."""
+    return attention_backward_flops(grad, q, k, v, *rest[3:6], *Options.of_fp8(*rest[6:]))
+
+
 register_flop_formula([getattr(torch.ops.twin, name) for name in _GEMMS])(gemm_flops)
 register_flop_formula([torch.ops.twin.gemm_nvfp4, torch.ops.twin.gemm_nvfp4_accumulate])(gemm_nvfp4_flops)
-register_flop_formula(torch.ops.twin.attention)(attention_flops)
+register_flop_formula([torch.ops.twin.attention, torch.ops.twin.attention_amax])(attention_flops)
 register_flop_formula(torch.ops.twin.attention_fp8)(attention_fp8_flops)
-register_flop_formula([torch.ops.twin.attention_backward, torch.ops.twin.attention_fp8_backward])(
-    attention_backward_flops
-)
+_BACKWARDS = ("attention_backward", "attention_backward_amax")
+register_flop_formula([getattr(torch.ops.twin, name) for name in _BACKWARDS])(attention_backward_flops)
+register_flop_formula(torch.ops.twin.attention_fp8_backward)(attention_fp8_backward_flops)

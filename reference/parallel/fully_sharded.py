@@ -225,7 +225,10 @@ class TreeReduceScatter:
             nodes = [_turned(node, group.size(), replicas, each) for _, node in self.done]
             place = slice(order.rank // group.size() * each, (order.rank // group.size() + 1) * each)
             own = output_tensor[place]
-            own.copy_(order.piece(nodes, each, input_tensor)[: own.numel()])
+            piece = own if own.numel() == each else own.new_empty(each)
+            order.piece(nodes, piece)
+            if piece is not own:
+                own.copy_(piece[: own.numel()])
             self.done = []
 
     def _check(self, given: torch.Tensor) -> None:

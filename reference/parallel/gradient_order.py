@@ -31,6 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from reference.arguments import is_group, is_int
 from reference.ops.library import twin
 from reference.parallel import flat_gradients, fully_sharded, peer_memory
+from reference.parallel.bucket_places import BucketPlaces
 from reference.parallel.gradient_tree import Nodes, additions, nodes, owned, push
 from reference.parallel.peer_memory import PeerMemory
 from reference.state import scaling
@@ -72,6 +73,7 @@ class GradientOrder:
         self._memory: PeerMemory | Literal[False] | None = None  # None: nobody has asked yet
         self._beat: torch.Tensor | None = None
         self._additions = additions(self.groups, self.ranks)
+        self._counts = [len(nodes(self.groups, owned(self.groups, self.ranks, rank))) for rank in range(self.ranks)]
         self._done: Nodes[Sums] = []
         self.most = -(-self.groups // self.ranks)  # groups of the rank that has most
         self.left = 0  # of this rank's microbatches of the step, the one under way among them
@@ -80,6 +82,7 @@ class GradientOrder:
         self.trained: list[torch.Tensor] = []  # parameters that those have looked at
         self._hooked = False  # whether a hook has communicated in this step
         self._stream: Any = None
+        self._places = BucketPlaces()
 
     def share(self, count: int) -> range:
         """The numbers of this rank's microbatches, of `count` in a step."""
@@ -124,6 +127,7 @@ class GradientOrder:
             yield from fully_sharded.microbatches(self, model, modules, parameters, count)
             return
         parallel = model if isinstance(model, DistributedDataParallel) else None
+        self._places.begin(parallel)
         alone = len(share) == count == 1  # its scales are updated where they always are, to the same words
         with contextlib.nullcontext() if alone else scaling.once_a_step(), self._step():
             for number in share:
@@ -131,7 +135,10 @@ class GradientOrder:
                 last = self.left == 1
                 # torch has no no_sync for a static graph's first backward; there the hook returns what it gets.
                 synced = parallel is None or last or parallel.static_graph
-                with contextlib.nullcontext() if synced else parallel.no_sync():  # type: ignore[union-attr]
+                with (
+                    contextlib.nullcontext() if synced else parallel.no_sync(),  # type: ignore[union-attr]
+                    self._places.offered() if last else contextlib.nullcontext(),
+                ):
                     yield number
                 if not last and (number + 1) % (count // self.groups) == 0:
                     self._end_group(parameters, keep=parallel is not None)
@@ -143,6 +150,7 @@ class GradientOrder:
                     "GradientOrder: the last backward of the step communicated by no hook of this order; "
                     "model.register_comm_hook(order, te.parallel.tree_hook) is accepted."
                 )
+        self._places.end(parallel)
 
     @contextlib.contextmanager
     def _step(self) -> Iterator[None]:
@@ -153,6 +161,7 @@ class GradientOrder:
         finally:
             self.left = 0
             self._done = []  # fp32 sums as large as the model
+            self._places.end(None)
 
     def pipelined(self, stage: torch.nn.Module, count: int, find_unused_parameters: bool = False) -> Iterator[range]:
         """The numbers of the microbatches of each of this rank's groups of a step: a schedule runs those of one group.
@@ -292,7 +301,11 @@ class GradientOrder:
             flat.copy_(self._scaled(found[0][1]))
         else:
             size = -(-flat.numel() // self.ranks)  # numbers of a piece
-            self._gather(self.piece([node for _, node in found], size, flat), flat)
+            own = flat[self.rank * size : (self.rank + 1) * size]  # from which the other ranks get it
+            if own.numel() < size:
+                own = flat.new_empty(size)
+            self.piece([node for _, node in found], own)
+            self._gather(own, flat)
 
     def _gather(self, piece: torch.Tensor, out: torch.Tensor) -> None:
         """Write to `out` [n] the pieces [size] of all ranks, one after the other; what is beyond n is left out."""
@@ -306,32 +319,34 @@ class GradientOrder:
         if not whole:
             out.copy_(target[: out.numel()])
 
-    def piece(self, mine: list[torch.Tensor], size: int, like: torch.Tensor) -> torch.Tensor:
-        """This rank's piece [size] of the mean of all ranks' nodes, in `like`'s dtype.
+    def piece(self, mine: list[torch.Tensor], out: torch.Tensor) -> None:
+        """Write to `out` this rank's piece of the mean of all ranks' nodes.
 
         Args:
-            mine: this rank's nodes, [n] with n at most ranks · size; in fp32, or that of one group in `like`'s dtype.
-            size: numbers of a piece.
-            like: of `.grad`'s dtype.
+            mine: this rank's nodes, [n] with n at most ranks · size; in fp32, or that of one group in out's dtype.
+            out: contiguous [size], of `.grad`'s dtype; it may be this rank's place in the node of one group.
         """
-        ranks = self.ranks
-        dtype = like.dtype if self.groups == ranks else torch.float32
+        ranks, size = self.ranks, out.numel()
+        dtype = out.dtype if self.groups == ranks else torch.float32
         if len(mine) == 1 and mine[0].numel() == ranks * size and mine[0].dtype == dtype:
             given = mine[0].view(ranks, 1, size)
         else:
-            given = like.new_zeros(ranks, len(mine), size, dtype=dtype)
+            given = out.new_zeros(ranks, len(mine), size, dtype=dtype)
             for i, node in enumerate(mine):
                 flat_gradients.write_rows(given[:, i], node)
-        counts = [len(nodes(self.groups, owned(self.groups, ranks, rank))) for rank in range(ranks)]
-        if (memory := self._peer_memory(like.device)) is not None:
+        counts = self._counts
+        if (memory := self._peer_memory(out.device)) is not None:
             sizes = [count * size * given.element_size() for count in counts]
-            found = memory.exchange([bytes_of(part) for part in given], sizes)
-            pieces = [row for part in found for row in part.view(dtype).split(size)]
+            found = [
+                part.view(dtype)
+                for part in memory.exchange(bytes_of(given).view(ranks, sizes[self.rank]).unbind(), sizes)
+            ]
+            pieces = found if max(counts) == 1 else [row for part in found for row in part.split(size)]
         else:
-            whole = like.new_empty(sum(counts), size, dtype=dtype)
+            whole = out.new_empty(sum(counts), size, dtype=dtype)
             flat_gradients.all_to_all(whole, given, counts, [len(mine)] * ranks, size, self.process_group)
             pieces = list(whole)
-        return twin.tree_mean(pieces, self._additions, 1 / self.groups, like.dtype)
+        twin.tree_mean(pieces, self._additions, 1 / self.groups, out)
 
     def beat(self, device: torch.device) -> None:
         """Have a collective in flight at the end of a step whose exchanges were in peers' memory.
@@ -387,6 +402,7 @@ class GradientOrder:
         if self._done or any(p.grad is None for p in bucket.parameters()):
             pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
             leaf = {p: flat_gradients.laid_out(view, p) for p, view in pairs}
+        self._places.learn(bucket)
         for p, view in leaf.items():
             if p.grad is None:  # DistributedDataParallel has put +0 there
                 view.fill_(-0.0)

@@ -5,11 +5,11 @@ Rank r of t has the r-th part of K:
 
     rank 0            acc = its part, from +0           sends acc to rank 1
     rank r            acc = its part, from rank r - 1's     sends acc to rank r + 1
-    rank t - 1        out = the end of a GEMM: scales, bias, one rounding
+    rank t - 1        the same, and out = the end of a GEMM: scales, bias, one rounding
 
 These are the additions of one process, in its order; nothing is added that it would not add. Where a rank's part of K
 is not consecutive, as that of [gate; up] or [q; k; v] whose halves or thirds are split, the chain goes around once for
-each piece. The last rank then hands `out` to the others, all of it or to each its rows.
+each piece. The last rank hands `out` to the others, all of it or to each its rows.
 
 The output is cut into bands of rows, which pass through the ranks one after the other: while a band is on its way, its
 sender computes the next. So with p bands the last of t ranks waits for (t - 1) / p of a rank's work.
@@ -23,22 +23,27 @@ when it has all that it needs. A rank between two others, which sends on what it
 Memory: what has been received and is not used yet, at most the accumulators of one output, fp32 `[m, n]`; between two
 ranks `AHEAD` bands. What is sent is kept until the end, as much again for each piece.
 
-Collectives move bytes: their backends need not know a dtype.
+Ranks of one host send messages (`reference.parallel.messages`), and the last one hands out a band as soon as it has
+it. All that is work of streams, which a CUDA graph may hold: the functions that do it return True
+(`groups.collective`). Other ranks use the process group's collectives. They move bytes: their backends need not know a
+dtype.
 """
 
 from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from reference.parallel.peer_memory import Messages, of_group
+from reference.parallel import messages, peer_memory
+from reference.parallel.messages import ROOMS, Messages, UnderWay
 from reference.support import groups
 from reference.support.groups import bytes_of
 
 Band = tuple[int, int]
 """The first row of a band and the one after its last."""
 Part = Callable[[int, Band, torch.Tensor | None], torch.Tensor]
-"""(piece of K, band, accumulators or None) → accumulators, fp32 `[rows of the band, n]`."""
+"""(piece of K, band, accumulators or None) → accumulators, fp32 `[rows of the band, n]`, or the last part's result."""
 BAND = 128
 """Bands begin at multiples of it, as blocks of scales do."""
 BANDS = 4
@@ -84,47 +89,79 @@ def schedule(rank: int, count: int, rounds: int, number: int) -> Iterator[tuple[
                 yield "receive", piece, band + ahead
 
 
-# `Messages` go to the next rank and come from the one before, as all bands do: `to` and `source` are for others.
+def rows_of(band: Band, rank: int, rows: int | None) -> Band:
+    """Which rows of a band a rank gets: all of them, or those among its own, of which each rank has `rows`."""
+    if rows is None:
+        return band
+    first, end = max(band[0], rank * rows), min(band[1], (rank + 1) * rows)
+    return (first, max(first, end))
 
 
-def _receive(x: torch.Tensor, group: str, source: int) -> None:
-    found = groups.group_of(group)
-    peers = of_group(found, x, Messages)
-    work = dist.irecv(bytes_of(x), group=found, group_src=source) if peers is None else peers.receive(bytes_of(x))
+def _peers(group: str, device: torch.device, ahead: int, size: int, rooms: int = 1) -> Messages | None:
+    """The messages of a group, if its ranks can write to each other's memory; with rooms of `size` bytes for those to
+    each of the `ahead` next ranks."""
+    found = messages.of_group(group, device)
+    return found if found is not None and found.prepare(range(1, ahead + 1), size, rooms) else None
+
+
+# `size` is that of a sum's first band; the last one may have less. `number` is a band's.
+
+
+def _receive(x: torch.Tensor, group: str, source: int, size: int, number: int) -> bool:
+    peers = _peers(group, x.device, 1, size, ROOMS)
+    if peers is None:
+        work: Any = dist.irecv(bytes_of(x), group=groups.group_of(group), group_src=source)
+    else:
+        work = peers.receive(bytes_of(x), source, size, ROOMS, number)
     groups.under_way.works[x.data_ptr()] = work
+    return peers is not None
 
 
-def _send(x: torch.Tensor, group: str, to: int) -> None:
-    found = groups.group_of(group)
-    peers = of_group(found, x, Messages)
-    work = dist.isend(bytes_of(x), group=found, group_dst=to) if peers is None else peers.send(bytes_of(x))
+def _send(x: torch.Tensor, group: str, to: int, size: int, number: int) -> bool:
+    peers = _peers(group, x.device, 1, size, ROOMS)
+    if peers is None:
+        work: Any = dist.isend(bytes_of(x), group=groups.group_of(group), group_dst=to)
+    else:
+        work = peers.send(bytes_of(x), to, size, ROOMS, number)
     groups.under_way.works[x.data_ptr()] = work
+    return peers is not None
 
 
-def _end(some: list[torch.Tensor]) -> None:
+def _end(some: list[torch.Tensor]) -> bool:
     """Let torch's current stream, or on a CPU this thread, wait until these are there, or sent."""
-    for x in some:
-        groups.under_way.works.pop(x.data_ptr()).wait()
+    works = [groups.under_way.works.pop(x.data_ptr()) for x in some]
+    for work in works:
+        work.wait()
+    return all(isinstance(work, UnderWay) for work in works)
 
 
 def passed_on(
     group: str,
     shape: tuple[int, int],
     part: Part,
-    end: Callable[[Band, torch.Tensor], torch.Tensor],
+    last: Part,
     rounds: int,
+    dtype: torch.dtype,
+    scatter: bool,
     device: torch.device,
-) -> torch.Tensor | None:
-    """The chain; the last rank gets what `end` makes of the accumulators, the others None.
+) -> torch.Tensor:
+    """The sum `[m, n]` on every rank; with `scatter` this rank's rows of it, `[m / t, n]`.
 
     Args:
         group: its name.
-        shape: of the accumulators.
+        shape: `[m, n]`.
         part: this rank's part of a round, for a band.
-        end: what follows the last part.
+        last: the last part of all and what follows it, `[rows of the band, n]` of `dtype`; of the last rank.
         rounds: how many pieces of K each rank has: round 0 goes through all ranks, then round 1.
+        dtype: of the result.
+        scatter: whether each rank gets its rows alone; m is a multiple of the ranks.
+        device: of the result.
     """
     (rank, count), cut = ranks_of(group), bands(shape[0])
+    rows = shape[0] // count if scatter else None
+    out = torch.empty((shape[0] if rows is None else rows, shape[1]), dtype=dtype, device=device)
+    # Bytes of a band's sums, and of its results.
+    of_sums, of_results = ((cut[0][1] - cut[0][0]) * shape[1] * one.itemsize for one in (torch.float32, dtype))
     received: dict[int, torch.Tensor] = {}
     sent: list[torch.Tensor] = []
     ended: list[torch.Tensor] = []
@@ -135,64 +172,143 @@ def passed_on(
             if what == "receive":
                 room = torch.empty((band[1] - band[0], shape[1]), dtype=torch.float32, device=device)
                 received[number] = room
-                groups.collective(_receive, room, group, (rank - 1) % count)
+                groups.collective(_receive, room, group, (rank - 1) % count, of_sums, number)
             elif what == "part":
                 accumulator = received.pop(number, None)
                 if accumulator is not None:
                     groups.collective(_end, [accumulator])
-                accumulator = part(piece, band, accumulator).contiguous()
-                if piece + 1 == rounds and rank + 1 == count:
-                    ended.append(end(band, accumulator))
+                if piece + 1 < rounds or rank + 1 < count:
+                    accumulator = part(piece, band, accumulator).contiguous()
+                else:
+                    ended.append(last(piece, band, accumulator))
+                    parts = [ended[-1][slice(*_from(rows_of(band, to, rows), band[0]))] for to in range(count)]
+                    groups.collective(_hand_out, out, parts, group, of_results, number)
             else:
                 assert accumulator is not None
                 sent.append(accumulator)  # its memory, until it has been read
-                groups.collective(_send, accumulator, group, (rank + 1) % count)
+                groups.collective(_send, accumulator, group, (rank + 1) % count, of_sums, number)
         if sent:
             groups.collective(_end, sent)
+        places = [out[slice(*_from(rows_of(band, rank, rows), rank * (rows or 0)))] for band in cut]
+        groups.collective(_take, out, places, ended, group, of_results, scatter)
     except BaseException:
         groups.abandon()
         raise
-    if not ended:
-        return None
-    return ended[0] if len(ended) == 1 else torch.cat(ended)
+    return out
 
 
-def from_last(
+def _from(rows: Band, first: int) -> Band:
+    return rows[0] - first, rows[1] - first
+
+
+def _hand_out(out: torch.Tensor, parts: list[torch.Tensor], group: str, size: int, number: int) -> bool:
+    """The last rank's: send each rank its part of a band's results. What waits for the last of them is `out`'s."""
+    rank, count = ranks_of(group)
+    peers = _peers(group, out.device, count - 1, size, ROOMS)
+    if peers is None:
+        return False
+    for to in range(rank):
+        if parts[to].numel():
+            _wait_too(out, peers.send(bytes_of(parts[to]), to, size, ROOMS, number))
+    return True
+
+
+def _wait_too(x: torch.Tensor, work: UnderWay) -> None:
+    """Let who waits for x wait for this, too."""
+    before = groups.under_way.works.get(x.data_ptr())
+    groups.under_way.works[x.data_ptr()] = work if before is None else work._replace(events=before.events + work.events)
+
+
+def _take(
+    out: torch.Tensor,
+    places: list[torch.Tensor],
+    ended: list[torch.Tensor],
     group: str,
-    out: torch.Tensor | None,
-    shape: tuple[int, int],
-    dtype: torch.dtype,
+    size: int,
     scatter: bool,
-    device: torch.device,
-) -> torch.Tensor:
-    """What the last rank has, `[m, n]` on every rank; with `scatter` this rank's rows of it, `[m / t, n]`."""
-    count = ranks_of(group)[1]
-    if not scatter:
-        whole = torch.empty(shape, dtype=dtype, device=device) if out is None else out.contiguous()
-        groups.collective(_broadcast, whole, group, count - 1)
-        return whole
-    own = torch.empty((shape[0] // count, shape[1]), dtype=dtype, device=device)
-    pieces = [] if out is None else list(out.contiguous().chunk(count))
-    groups.collective(_scatter, own, pieces, group, count - 1)
-    return own
+) -> bool:
+    """Write to `out` what the last rank has `ended`; `places` are those of each band in `out`."""
+    rank, count = ranks_of(group)
+    peers = _peers(group, out.device, count - 1, size, ROOMS)
+    if peers is None:
+        whole = torch.cat(ended) if ended else None
+        if scatter:
+            parts = [] if whole is None else [bytes_of(one) for one in whole.chunk(count)]
+            dist.scatter(bytes_of(out), parts or None, group=groups.group_of(group), group_src=count - 1)
+        else:
+            if whole is not None:
+                out.copy_(whole)
+            dist.broadcast(bytes_of(out), group=groups.group_of(group), group_src=count - 1)
+        return False
+    if rank + 1 < count:
+        for number, place in enumerate(places):
+            if place.numel():
+                _wait_too(out, peers.receive(bytes_of(place), count - 1, size, ROOMS, number))
+    else:
+        for place, one in zip(places, ended, strict=True):
+            if place.numel():
+                peer_memory.copy(place, one[-len(place) :])  # of each band the last rank has the last rows
+    work = groups.under_way.works.pop(out.data_ptr(), None)
+    if work is not None:
+        work.wait()
+    return True
 
 
-def gathered_rows(group: str, x: torch.Tensor) -> torch.Tensor:
-    """The rows of all ranks `[t · m, n]`, rank 0's first, from this rank's x `[m, n]`; all have as many."""
-    whole = x.new_empty((ranks_of(group)[1] * x.shape[0], *x.shape[1:]))
-    if whole.numel():
-        groups.collective(_gather, whole, x.contiguous(), group)
-    return whole
+class Gathering(NamedTuple):
+    """Rows of all ranks that are under way, from this rank's, whose memory stays until they are there."""
+
+    whole: torch.Tensor
+    own: torch.Tensor
+
+    def rows(self) -> torch.Tensor:
+        """The rows; called once."""
+        if self.whole.numel():
+            groups.collective(_end, [self.whole])
+        return self.whole
 
 
-def _broadcast(x: torch.Tensor, group: str, source: int) -> None:
-    dist.broadcast(bytes_of(x), group=groups.group_of(group), group_src=source)
+def gathering(group: str, x: torch.Tensor, out: torch.Tensor | None = None) -> Gathering:
+    """Begin to gather the rows of all ranks `[t · m, n]`, rank 0's first, from this rank's x `[m, n]`.
+
+    Args:
+        group: its name.
+        x: this rank's, of the same shape on all.
+        out: where to, contiguous; None allocates it.
+    """
+    if out is None:
+        out = x.new_empty((ranks_of(group)[1] * x.shape[0], *x.shape[1:]))
+    one = Gathering(out, x.contiguous())
+    if one.whole.numel():
+        groups.collective(_gather, *one, group)
+    return one
 
 
-def _scatter(own: torch.Tensor, pieces: list[torch.Tensor], group: str, source: int) -> None:
-    parts = [bytes_of(one) for one in pieces]
-    dist.scatter(bytes_of(own), parts or None, group=groups.group_of(group), group_src=source)
+def gathered_rows(group: str, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """The rows of all ranks; the arguments are those of `gathering`."""
+    return gathering(group, x, out).rows()
 
 
-def _gather(whole: torch.Tensor, x: torch.Tensor, group: str) -> None:
-    groups.all_gather(bytes_of(whole), bytes_of(x), group=groups.group_of(group))
+class _Done:
+    """What a collective of the process group leaves to wait for."""
+
+    def wait(self) -> None:
+        pass
+
+
+def _gather(whole: torch.Tensor, x: torch.Tensor, group: str) -> bool:
+    rank, count = ranks_of(group)
+    peers = _peers(group, x.device, count - 1, x.nbytes)
+    if peers is None:
+        groups.all_gather(bytes_of(whole), bytes_of(x), group=groups.group_of(group))
+        groups.under_way.works[whole.data_ptr()] = _Done()
+        return False
+    own, parts = bytes_of(x), bytes_of(whole).split(x.nbytes)
+    # Each rank begins with the next one, so that all links are used at once. Streams do it in order: the last of each
+    # ends last.
+    for distance in range(1, count):
+        sent = peers.send(own, (rank + distance) % count, x.nbytes)
+    for distance in range(1, count):
+        received = peers.receive(parts[(rank - distance) % count], (rank - distance) % count, x.nbytes)
+    peer_memory.copy(parts[rank], own)
+    groups.under_way.works[whole.data_ptr()] = UnderWay(sent.events + received.events, peers.abandoned)
+    return True

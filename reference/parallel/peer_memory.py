@@ -13,16 +13,10 @@ All of it is work of one stream: copies by engines, words written and waited for
 What was received is there until this rank's next exchange but one. Two halves suffice: a rank writes to half k mod 2
 again in exchange k + 2, when it has k + 1 from the rank whose memory it is, which sent that after it had read k.
 
-Messages from each rank to the next (`Messages`) go through rooms of the receiver's memory, in turn:
-
-    send n      on a stream of its own: wait until message n - ROOMS is taken; copy; write n to the receiver's word
-    receive n   on torch's current stream, where it is needed: wait for n; copy it out; write n to the sender's word
-
-No wait comes before what the other rank needs to end it, even if a GPU does the work of all streams in the order in
-which the host gave it (`CUDA_DEVICE_MAX_CONNECTIONS=1`): there are as many rooms as a sum over ranks has bands.
+Single messages are in `reference.parallel.messages`.
 
 A rank that is gone leaves the others' streams waiting, which no time-out of the process group would see. So who uses
-this also has a collective of the process group in flight (`GradientOrder.beat`; a shared layer gathers by one).
+this also has a collective of the process group in flight (`GradientOrder.beat`, `Messages.beat`).
 """
 
 import ctypes
@@ -30,7 +24,7 @@ import functools
 import socket
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -40,8 +34,6 @@ from reference.support import groups
 ALIGNED = 256  # bytes: where the part of each rank begins
 WORDS = 4096  # bytes before the halves, in which each rank has a word
 HALVES = 2
-ROOMS = 4
-GIVEN, TAKEN = 0, 4  # bytes: where the words of messages are
 
 
 @functools.cache
@@ -64,6 +56,33 @@ def write(address: int, value: int) -> None:
 
 def wait(address: int, value: int) -> None:
     _word("cuStreamWaitValue32_v2", address, value)
+
+
+class _WordOp(ctypes.Structure):
+    """`CUstreamBatchMemOpParams` of a 32-bit word."""
+
+    _fields_ = (
+        ("operation", ctypes.c_uint),
+        ("address", ctypes.c_uint64),
+        ("value", ctypes.c_uint64),
+        ("flags", ctypes.c_uint),
+        ("alias", ctypes.c_uint64),
+        ("padding", ctypes.c_uint64),
+    )
+
+
+@functools.lru_cache(4096)
+def _swapped(address: int, old: int, new: int) -> Any:
+    # Operations 1 and 2 wait and write; with flag 1 a wait ends where the word is the value.
+    return (_WordOp * 2)(_WordOp(1, address, old, 1), _WordOp(2, address, new, 0))
+
+
+def swap(address: int, old: int, new: int) -> None:
+    """On torch's current stream: wait until a word is `old`, then write `new`."""
+    stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+    status = _driver().cuStreamBatchMemOp_v2(stream, ctypes.c_uint(2), _swapped(address, old, new), ctypes.c_uint(0))
+    if status:
+        raise RuntimeError(f"cuStreamBatchMemOp gave error {status}.")
 
 
 def copy(to: torch.Tensor, source: torch.Tensor) -> None:
@@ -186,111 +205,30 @@ class PeerMemory:
         """
         size = own.numel()
         for rank, part in enumerate(self.exchange([own] * self._ranks, [size] * self._ranks)):
-            place = out[rank * size : (rank + 1) * size]
-            if place.data_ptr() != part.data_ptr():
-                copy(place, part[: place.numel()])
-
-
-class _Sent(NamedTuple):
-    """As `dist.isend` returns it: torch's current stream waits until what was sent may be written again."""
-
-    event: torch.cuda.Event
-    abandoned: Callable[[], None]
-
-    def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self.event)
-
-
-class _Received(NamedTuple):
-    """As `dist.irecv` returns it."""
-
-    wait: Callable[[], None]
-    abandoned: Callable[[], None]
-
-
-class Messages:
-    """Messages of a ring: each rank of a group sends to the next, and receives from the one before.
-
-    Where a message is larger than all before, the ranks wait for each other; so all send or receive one of its size.
-
-    Args:
-        group, device: as of `PeerMemory`.
-    """
-
-    def __init__(self, group: Any, device: torch.device) -> None:
-        self._name, self._device = groups.name_of(group), device  # a name: the group is a weak key of `_OF_GROUPS`
-        self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
-        self._next, self._before = (self._rank + 1) % self._ranks, (self._rank - 1) % self._ranks
-        self._room = 0  # bytes
-        self._own = torch.empty(0, dtype=torch.uint8, device=device)
-        self._theirs: list[torch.Tensor] = []
-        self._sent = self._received = 0
-        self._stream: Any = None  # of sends
-        self._taking: Any = None  # of the last receive
-        self._broken = False
-
-    def _fit(self, size: int) -> None:
-        """Have rooms of `size` bytes."""
-        if self._broken:
-            raise RuntimeError(
-                "a sum over these ranks has ended by an error, and their messages no longer agree; a new process group "
-                "is accepted."
-            )
-        if size > self._room or not self._theirs:
-            self._room = -(-size // ALIGNED) * ALIGNED
-            self._own, self._theirs = fresh(ROOMS * self._room, self._device, self._name)
-            self._sent = self._received = 0
-
-    def _abandoned(self) -> None:
-        self._broken = True
-
-    def _place(self, memory: torch.Tensor, number: int, size: int) -> torch.Tensor:
-        first = WORDS + number % ROOMS * self._room
-        return memory[first : first + size]
-
-    def send(self, x: torch.Tensor) -> _Sent:
-        """Send contiguous uint8 [n] to the next rank; its memory stays until the result has been waited for."""
-        self._fit(x.numel())
-        self._sent += 1
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(self._device, priority=-1)
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        theirs = self._theirs[self._next]
-        with torch.cuda.stream(self._stream):
-            if self._sent > ROOMS:
-                wait(self._own.data_ptr() + TAKEN, self._sent - ROOMS)
-            copy(self._place(theirs, self._sent, x.numel()), x)
-            write(theirs.data_ptr() + GIVEN, self._sent)
-            return _Sent(self._stream.record_event(), self._abandoned)
-
-    def receive(self, x: torch.Tensor) -> _Received:
-        """Receive contiguous uint8 [n] from the rank before, where the result is waited for, in the order of calls."""
-        self._fit(x.numel())
-        self._received += 1
-        return _Received(functools.partial(self._take, x, self._received), self._abandoned)
-
-    def _take(self, x: torch.Tensor, number: int) -> None:
-        current = torch.cuda.current_stream(self._device)
-        if self._taking is not None and self._taking != current:  # receives come one after the other
-            current.wait_stream(self._taking)
-        self._taking = current
-        wait(self._own.data_ptr() + GIVEN, number)
-        copy(x, self._place(self._own, number, x.numel()))
-        write(self._theirs[self._before].data_ptr() + TAKEN, number)
+            if part.data_ptr() != out.data_ptr() + rank * size:
+                place = out[rank * size : (rank + 1) * size]
+                copy(place, part if len(place) == size else part[: len(place)])
 
 
 T = TypeVar("T")
 _OF_GROUPS: "weakref.WeakKeyDictionary[Any, dict[Any, Any]]" = weakref.WeakKeyDictionary()
 
 
-def of_group(group: Any, x: torch.Tensor, kind: Callable[[Any, torch.device], T]) -> T | None:
-    """The one `PeerMemory` or `Messages` of a group, if its ranks can write to each other's memory, for tensors like x.
+def member(group: Any, device: torch.device, kind: Callable[[Any, torch.device], T]) -> T | None:
+    """The one `PeerMemory` or `Messages` of a group, if its ranks can write to each other's memory.
 
-    Not in a CUDA graph's capture: a graph would wait for the same numbers at each replay.
+    Whether they can the ranks find out together, at their first call that is not in a CUDA graph's capture.
     """
-    if not x.is_cuda or torch.cuda.is_current_stream_capturing():
-        return None
     found = _OF_GROUPS.setdefault(group, {})
     if kind not in found:
-        found[kind] = None if obstacle(group, x.device) else kind(group, x.device)
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        found[kind] = None if obstacle(group, device) else kind(group, device)
     return found[kind]  # type: ignore[no-any-return]
+
+
+def of_group(group: Any, x: torch.Tensor, kind: Callable[[Any, torch.device], T]) -> T | None:
+    """`member` for tensors like x, but not in a capture: a graph would wait for the same numbers at each replay."""
+    if not x.is_cuda or torch.cuda.is_current_stream_capturing():
+        return None
+    return member(group, x.device, kind)

@@ -25,6 +25,7 @@ from reference.ops.casts.cast_transpose import ceil16
 from reference.ops.gemms.gemm_part import CUTS
 from reference.ops.library import twin
 from reference.parallel import ordered_reduce
+from reference.parallel.ordered_reduce import Band
 from reference.recipes.block_scaling import InBlocks
 from reference.recipes.current_scaling import Current, scale_of_amaxes, scale_of_ranks
 from reference.recipes.delayed_scaling import Delayed
@@ -65,24 +66,25 @@ class Shared(NamedTuple):
         if not shape[0] * shape[1]:  # on every rank
             rows = shape[0] // ordered_reduce.ranks_of(self.group)[1] if self.sequence else shape[0]
             return torch.zeros((rows, shape[1]), dtype=out_dtype, device=device)
-        assert gemm.part is not None
-        assert gemm.end is not None
-        part, end = gemm.part, gemm.end
         pieces = [(a, b)]
         if len(self.sizes) > 1:
             sizes = list(self.sizes)
             pieces = list(zip(pieces_of(a, sizes), pieces_of(b, sizes), strict=True))
-        out = ordered_reduce.passed_on(
-            self.group,
-            shape,
-            lambda piece, band, start: part(
-                rows_of_operand(pieces[piece][0], *band), pieces[piece][1], start, accumulate
-            ),
-            lambda band, sums: end(sums, a, b, bias, out_dtype),
-            len(pieces),
-            device,
-        )
-        return ordered_reduce.from_last(self.group, out, shape, out_dtype, self.sequence, device)
+
+        def part(piece: int, band: Band, start: torch.Tensor | None) -> torch.Tensor:
+            assert gemm.part is not None
+            rows, other = rows_of_operand(pieces[piece][0], *band), pieces[piece][1]
+            return gemm.part(rows, other, start, accumulate)
+
+        def last(piece: int, band: Band, start: torch.Tensor | None) -> torch.Tensor:
+            if gemm.part_and_end is not None:
+                rows, other = rows_of_operand(pieces[piece][0], *band), pieces[piece][1]
+                return gemm.part_and_end(rows, other, start, bias, out_dtype, accumulate)
+            assert gemm.end is not None
+            return gemm.end(part(piece, band, start), a, b, bias, out_dtype)
+
+        rest = (len(pieces), out_dtype, self.sequence, device)
+        return ordered_reduce.passed_on(self.group, shape, part, last, *rest)
 
     def quantizers(self, roles: GemmRoles, found: dict[str, Quantizer]) -> None:
         """Let the quantizers of a map's tensors see those of all ranks."""
@@ -137,6 +139,8 @@ class SharedCurrent(Current):
     Nothing is fused with the op before it, because the scale waits for the other ranks.
     """
 
+    reads_amax = False
+
     def __init__(self, one: Current, group: str) -> None:
         super().__init__(*one.how)
         self.group = group
@@ -174,24 +178,23 @@ class Gathered(Around):
     def _codes(self, own: Quantized, transpose: bool) -> Quantized:
         """This rank's rows with one scale, and those of the others.
 
-        Transposes are gathered, too: put side by side they are faster there than the whole is transposed.
+        They are transposed here: that is faster than to gather transposes, too, and to put them side by side.
         """
-        q, q_t = ordered_reduce.gathered_rows(self.group, own.row.codes), None
+        rows, cols = own.row.codes.shape
+        count = rows * ordered_reduce.ranks_of(self.group)[1]
+        whole = own.row.codes.new_empty(ceil16(count), cols)
+        if count % 16:
+            whole.view(torch.uint8)[count:].zero_()
+        q, q_t = ordered_reduce.gathered_rows(self.group, own.row.codes, whole[:count]), None
         if transpose:
-            assert own.column is not None
-            rows, codes = len(own.row.codes), own.column.codes
-            columns, count = len(codes), ordered_reduce.ranks_of(self.group)[1]
-            parts = ordered_reduce.gathered_rows(self.group, codes.view(torch.uint8)).split(columns) if len(q) else ()
-            whole = [one[:, :rows] for one in parts]
-            if (padding := ceil16(count * rows) - count * rows) > 0:
-                whole.append(torch.zeros(columns, padding, dtype=torch.uint8, device=q.device))
-            q_t = torch.cat(whole, 1).view(codes.dtype) if whole else codes
+            q_t = whole.new_empty(cols, len(whole))
+            twin.multi_transpose([whole], [q_t])
         assert own.row.scales is not None
         return per_tensor(q, q_t, own.row.scales)
 
     def quantize(self, x: torch.Tensor, transpose: bool) -> Quantized:
         if self.by_codes:
-            return self._codes(self.inner.quantize(x, transpose), transpose)
+            return self._codes(self.inner.quantize(x, False), transpose)
         return self.inner.quantize(ordered_reduce.gathered_rows(self.group, x), transpose)
 
     def norm(
@@ -206,7 +209,7 @@ class Gathered(Around):
         """The norm of this rank's rows, whose mean and rstd are returned; quantized, that of all rows."""
         if not self.by_codes:
             return super().norm(x, gamma, beta, plan, dtype, transpose)
-        own, mean, rstd = self.inner.norm(x, gamma, beta, plan, dtype, transpose)
+        own, mean, rstd = self.inner.norm(x, gamma, beta, plan, dtype, False)
         return self._codes(own, transpose), mean, rstd
 
     def grad(self, g: torch.Tensor, transpose: bool, dbias: bool) -> Produced:

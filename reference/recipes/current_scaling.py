@@ -8,13 +8,22 @@ are cast, because the scale depends on all of them; delayed scaling casts them f
 of the fp32 numbers all the same (`twin::activation_scale`): Transformer Engine takes it in the activation's kernel. A
 norm's and a gradient's amax is that of the rounded numbers, there as here. GEMMs are those of delayed scaling.
 
-What is made here leaves its amax in passing (`twin::norm_scale`, `twin::activation_backward_scale`), or is made twice
-and not written (`twin::activation_scale_cast_transpose`). What others made is read twice.
+No tensor is read for its amax alone where the kernel that makes it can give it:
+
+    a norm                         made twice and not written            `twin::norm_scale_cast_transpose`
+    an activation, not gated       made twice; the amax is that of the   `twin::gemm_fp8_activation_scale`
+                                   largest pre-activation
+    a gated one, and gradients     the amax in passing                   `twin::activation_scale` and its backward
+    attention's output, and the    the amax in passing                   `twin::attention_amax` and its backward, which
+    gradients of q, k and v                                              a quantizer is told (`Quantizer.knowing`)
+
+What others made is read twice: weights, and gradients that reach a layer.
 
 Names, defaults and meaning are Transformer Engine's (`transformer_engine.common.recipe.Float8CurrentScaling`), whose y,
 dx and dw of a `Linear`, recorded on an H200, agree in every bit.
 """
 
+import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,7 +33,16 @@ import torch
 
 from reference.ops.library import twin
 from reference.recipes.base import Format, MMParams, QParams, Recipe, check_recipe
-from reference.recipes.quantized import PER_TENSOR, Operand, Quantized, cast_together, dgrad, fprop, per_tensor
+from reference.recipes.quantized import (
+    PER_TENSOR,
+    Operand,
+    Quantized,
+    cast_together,
+    dgrad,
+    fprop,
+    gemm_bias,
+    per_tensor,
+)
 from reference.recipes.quantizer import ActivationPlan, NormPlan, Produced, Quantizer
 from reference.recipes.roles import Role
 from reference.support import groups
@@ -124,14 +142,24 @@ class Current(Quantizer):
 
     fp8 = True
     layout = PER_TENSOR
+    reads_amax = True
+    amax: torch.Tensor | None = None
+    """Of the tensor that is cast next, if it is known."""
 
     def __init__(self, dtype: torch.dtype, power_of_two: bool, epsilon: float) -> None:
         self.dtype = dtype
         self.how = (dtype, power_of_two, epsilon)
         self.key = ("current", *self.how)
 
+    def knowing(self, amax: torch.Tensor | None) -> "Current":
+        if amax is None:
+            return self
+        found = copy.copy(self)
+        found.amax = amax
+        return found
+
     def scale(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = twin.current_scale(x, *self.how)
+        found: torch.Tensor = twin.current_scale(x if self.amax is None else self.amax, *self.how)
         return found
 
     def scales(self, xs: list[torch.Tensor]) -> torch.Tensor:
@@ -163,6 +191,9 @@ class Current(Quantizer):
         dtype: torch.dtype,
         transpose: bool,
     ) -> tuple[Quantized, torch.Tensor, torch.Tensor]:
+        if transpose and x.dtype == dtype != torch.float32:
+            *cast, mean, rstd = twin.norm_scale_cast_transpose(x, gamma, beta, *plan, *self.how)
+            return per_tensor(*cast), mean, rstd
         y, mean, rstd, scale = twin.norm_scale(x, gamma, beta, *plan, dtype, *self.how)
         return self._cast(y, scale, transpose), mean, rstd
 
@@ -171,8 +202,12 @@ class Current(Quantizer):
     ) -> tuple[torch.Tensor, Quantized]:
         if not transpose:
             return super().activation(x, w, bias, plan, transpose)
-        h = fprop(x, w, bias, plan.dtype, plan.how)
-        return h, per_tensor(*twin.activation_scale_cast_transpose(h, plan.kind, *self.how))
+        if not x.row.layout == w.row.layout == PER_TENSOR:
+            h = fprop(x, w, bias, plan.dtype, plan.how)
+            return h, per_tensor(*twin.activation_scale_cast_transpose(h, plan.kind, *self.how))
+        operands = (x.row.codes, w.row.codes, x.row.scales, w.row.scales, gemm_bias(x.row, w.row, bias, plan.dtype))
+        h, *cast = twin.gemm_fp8_activation_scale(*operands, plan.dtype, plan.kind, *self.how)
+        return h, per_tensor(*cast)
 
     def activated(self, h: torch.Tensor, kind: str, transpose: bool) -> tuple[torch.Tensor, Quantized]:
         y, scale = twin.activation_scale(h, kind, *self.how)
@@ -199,6 +234,9 @@ class Current(Quantizer):
             return super().joined_grad(parts, groups, transpose, dbias)
         # Without a bias, too: sums that nobody reads cost less than a copy of the parts.
         parts = [part.contiguous() for part in parts]
-        scale = twin.multi_current_scale(parts, True, *self.how)
+        if self.amax is None:
+            scale = twin.multi_current_scale(parts, True, *self.how)
+        else:
+            scale = twin.current_scale(self.amax, *self.how)
         q, q_t, scale_inv, db = twin.cat_cast_transpose_dbias(parts, groups, scale, None, 0, self.dtype)
         return per_tensor(q, q_t if transpose else None, scale_inv), db if dbias else None

@@ -173,6 +173,14 @@ class Delayed(Quantizer):
         q, scale_inv = twin.cast(x, *self._state())
         return per_tensor(q, None, scale_inv)
 
+    def quantize_packed(
+        self, x: torch.Tensor, lengths: torch.Tensor, starts: torch.Tensor, transpose: bool
+    ) -> Quantized:
+        if transpose:
+            return per_tensor(*twin.cast_transpose(x, *self._state(), lengths, starts))
+        q, scale_inv = twin.cast(x, *self._state(), lengths, starts)
+        return per_tensor(q, None, scale_inv)
+
     def quantize_together(self, others: Sequence[Quantizer], xs: list[torch.Tensor]) -> list[Quantized]:
         every: Any = (self, *others)
         if not all(type(one) is Delayed and one.dtype is self.dtype for one in others):

@@ -132,6 +132,7 @@ class Products(NamedTuple):
             accumulation where `multiply` has a choice.
         part: None, or (a, b, accumulator, accumulate) → fp32 accumulators `[m, n]`, from zero or from `accumulator`.
         end: (accumulator, a, b, bias, out_dtype) → what `multiply` makes of the last part's accumulators.
+        part_and_end: None, or (a, b, accumulator, bias, out_dtype, accumulate) → `end` of `part`, at once.
     """
 
     multiply: Callable[..., torch.Tensor]
@@ -140,6 +141,7 @@ class Products(NamedTuple):
     residual: Callable[..., torch.Tensor] | None = None
     part: Callable[..., torch.Tensor] | None = None
     end: Callable[..., torch.Tensor] | None = None
+    part_and_end: Callable[..., torch.Tensor] | None = None
 
 
 def _multiply_plain(
@@ -196,10 +198,24 @@ def _end_fp8(
     return twin.end_gemm(accumulator, a.scales, b.scales, bias, out_dtype)  # type: ignore[no-any-return]
 
 
+def _part_and_end_fp8(
+    a: Operand,
+    b: Operand,
+    accumulator: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    accumulate: str,
+) -> torch.Tensor:
+    rest = (bias, accumulator, out_dtype, accumulate)
+    return twin.gemm_fp8_end(a.codes, b.codes, a.scales, b.scales, *rest)  # type: ignore[no-any-return]
+
+
 PRODUCTS: dict[tuple[str, str], Products] = {
     (PLAIN, PLAIN): Products(_multiply_plain, _add_plain, torch.float32, None, _part_plain, end_plain),
     # cuBLAS takes no fp32 bias in FP8
-    (PER_TENSOR, PER_TENSOR): Products(_multiply_fp8, _add_fp8, torch.bfloat16, _residual_fp8, _part_fp8, _end_fp8),
+    (PER_TENSOR, PER_TENSOR): Products(
+        *(_multiply_fp8, _add_fp8, torch.bfloat16), _residual_fp8, _part_fp8, _end_fp8, _part_and_end_fp8
+    ),
 }
 """The GEMMs by the layouts of their operands; a recipe's file adds its own."""
 
@@ -243,10 +259,10 @@ PIECES: dict[str, Pieces] = {}
 
 
 def pieces_of(a: Operand, sizes: list[int]) -> list[Operand]:
-    """The columns of an operand in pieces, each an operand of its own."""
+    """The columns of an operand in pieces, each an operand; read where they lie if they have one scale or none."""
     if a.layout in PIECES:
         return PIECES[a.layout](a, sizes)
-    return [a._replace(codes=codes.contiguous()) for codes in a.codes.split(sizes, 1)]
+    return [a._replace(codes=codes) for codes in a.codes.split(sizes, 1)]
 
 
 Rows = Callable[[Operand, int, int], torch.Tensor]

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from reference.ops.attentions.attention_packed import alone_rows
 from reference.ops.casts.cat_cast_transpose import side_by_side
 from reference.ops.library import twin
 from reference.recipes.quantized import Accumulation, Operand, Quantized, as_dtype, dequantize, dgrad, fprop
@@ -43,6 +44,7 @@ class Quantizer:
         dtype_t: of the transposed codes, which backward reads; None where it is `dtype`.
         fp8: whether the codes are FP8.
         layout: that of `quantize(x).row`, where `quantized_model_init` may keep a weight in it (`KEEPING`); else None.
+        reads_amax: whether it reads a tensor for its amax, so that who makes the tensor had better give it (`knowing`).
     """
 
     key: Hashable
@@ -50,6 +52,7 @@ class Quantizer:
     dtype_t: torch.dtype | None = None
     fp8 = False
     layout: str | None = None
+    reads_amax = False
 
     @property
     def kept_key(self) -> Hashable:
@@ -64,9 +67,22 @@ class Quantizer:
         """The tensors among them that it changes."""
         return ()
 
+    def knowing(self, amax: torch.Tensor | None) -> "Quantizer":
+        """This quantizer for a tensor, or parts of one, whose amax is known, fp32 `[1, 1]`; None is unknown."""
+        return self
+
     def quantize(self, x: torch.Tensor, transpose: bool) -> Quantized:
         """x `[rows, cols]` quantized, with its transpose if a backward will read it."""
         raise NotImplementedError
+
+    def quantize_packed(
+        self, x: torch.Tensor, lengths: torch.Tensor, starts: torch.Tensor, transpose: bool
+    ) -> Quantized:
+        """`quantize` of packed sequences' tokens x `[tokens, cols]`, of which those in no sequence count as zeros.
+
+        lengths, starts: int32 `[b]` and `[b + 1]`, as in `reference.ops.attentions.attention_packed`.
+        """
+        return self.quantize(x.masked_fill(alone_rows(lengths, starts, x.shape[0])[:, None], 0.0), transpose)
 
     def scale(self, x: torch.Tensor) -> torch.Tensor | None:
         """The scale, fp32 `[1]`, by which `quantize(x)` multiplies; None where there is not one for all of x."""

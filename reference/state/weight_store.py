@@ -13,6 +13,7 @@ import torch
 from reference.numbers.formats import WIDE_DTYPES
 from reference.recipes.quantized import Accumulation, Operand, Quantized, per_tensor, wgrad
 from reference.recipes.quantizer import Quantizer
+from reference.state import gradient_places
 from reference.support.nested import flatten, rebuild
 
 Compute = Callable[[], torch.Tensor | None]
@@ -114,7 +115,10 @@ def weight_gradient(
     """
     main_grad = main_grad_of(module, name)
     if main_grad is None:
-        return wgrad(g, x, dtype, how, None)
+        if torch.compiler.is_compiling() or not gradient_places.here.taken or how.tokens is not None:
+            return wgrad(g, x, dtype, how, None)
+        with gradient_places.written_to(module._parameters.get(name)):
+            return wgrad(g, x, dtype, how, None)
     weight = getattr(module, name)
     if is_first or getattr(weight, "overwrite_main_grad", False):
         main_grad.zero_()

@@ -80,7 +80,8 @@ def collective(function: Callable[..., Any], *args: Any) -> None:
     """Call `function(*args)`, which communicates: what pairs of functions (`reference.nn.core.autograd`) do it by.
 
     The function reads and writes tensors among its arguments, or in lists there, on torch's current stream, and does
-    what depends on no value. Its first argument is such a tensor or list; what it returns is dropped.
+    what depends on no value. Its first argument is such a tensor or list. It returns True if all that it did is work of
+    streams that a CUDA graph may hold; anything else is dropped.
     """
     _run(function, list(args))
 

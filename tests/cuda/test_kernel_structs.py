@@ -12,7 +12,15 @@ import pytest
 
 from optimized import defaults
 from optimized.cuda import compiler
-from optimized.ops.attentions import attention, attention_backward, attention_decode, rotary, rotary_append, softmax
+from optimized.ops.attentions import (
+    attention,
+    attention_backward,
+    attention_decode,
+    attention_fp8,
+    rotary,
+    rotary_append,
+    softmax,
+)
 from optimized.ops.casts import (
     cat_cast_transpose,
     multi_cast_transpose,
@@ -112,6 +120,7 @@ CASES = [
     Case("rotary", "Strides", rotary.STRIDES),
     Case("rotary_append", "Arguments", rotary_append.ARGUMENTS),
     Case("softmax", "Mask", softmax._MASK, names={"strides": "b"}),
+    Case("attention_fp8", "KeyMaps", attention_fp8.KEY_MAPS, {"PACKED": 1}),
     *(Case(kernel, "OperandMaps", gemm_operands.MAPS) for kernel in GEMMS),
     *(
         Case("gemm_fp8_fused", "Epilogue::Arguments", gemm_fused.ARGUMENTS[name], {"EPILOGUE": name})

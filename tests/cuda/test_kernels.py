@@ -35,7 +35,7 @@ SPILLING = [
     (kernel, defines)
     for kernel, defines in ALL
     if (kernel in ("attention", "attention_backward") and (defines["DROPOUT"], defines["D_CHUNKS"]) == (1, 1))
-    or (kernel == "attention" and defines["LENGTHS"])
+    or (kernel in ("attention", "attention_fp8") and defines["LENGTHS"])
     or (kernel == "attention_wide" and defines["PACKED"])
     or (kernel in ("attention", "attention_wide") and "SEGMENT" in defines)
     or (kernel == "attention_backward" and defines["LENGTHS"] and (defines["HEADS_APART"] or defines["PACKED"]))

@@ -30,7 +30,8 @@ from reference.ops.optimizers.grad_norm import CHUNK
 SHARED_BYTES = 232448  # that a block of Hopper's can have
 # These have more configurations than CI compiles: each macro must have a value that CI compiles somewhere.
 SAMPLED = {"activation", "activation_cast_transpose", "activation_cast_blocks", "adam_states", "gemm"}
-SAMPLED |= {"gemm_fp8", "gemm_fp8_blocks", "gemm_fp8_blocks_fused", "gemm_fp8_fused", "gemm_fp8_rowwise"}
+SAMPLED |= {"gemm_fp8", "gemm_fp8_blocks", "gemm_fp8_blocks_fused", "gemm_fp8_fused", "gemm_fp8_part"}
+SAMPLED |= {"gemm_fp8_rowwise"}
 # Widths at which another kernel or configuration begins.
 WIDTHS = sorted(
     width
@@ -81,7 +82,8 @@ def check_compiled(launched: Launched) -> None:
         assert defines in COMPILED[kernel], (kernel, defines)
 
 
-# By kernel: rows of a tile, bytes of a row of it. The last two arguments are the matrix's extents.
+# By kernel: rows of a tile, bytes of a row of it. The last two arguments, before three that say where packed sequences
+# lie, are the matrix's extents.
 CASTS = {"cast_transpose": (128, 256), "cat_cast_transpose": (128, 256), "activation_cast_transpose": (64, 256)}
 BYTES = (4, 2, 2)  # of an element, by the macro WIDE
 
@@ -92,14 +94,14 @@ def check_cover(launched: Launched) -> None:
     size = BYTES[int(kernel.defines.get("WIDE", 0))]
     if kernel.kernel in CASTS:
         tile_rows, row_bytes = CASTS[kernel.kernel]
-        rows, cols = map(int, args[-2:])
+        rows, cols = map(int, (args[:-3] if "PACKED" in kernel.defines else args)[-2:])
         assert grid[0] == max(1, -(-cols * size // row_bytes)), (kernel.kernel, grid, rows, cols)
         tiles = max(1, -(-rows // tile_rows))
         assert tiles <= grid[1] * grid[2] < tiles + grid[1], (kernel.kernel, grid, rows, cols)
     elif kernel.kernel.startswith("attention") and kernel.name in ("attention", "attention_backward"):
         check_attention(launched)
     elif kernel.kernel == "cast":
-        assert grid == (max(1, -(-int(args[-1]) * size // (32 * block[0]))),)
+        assert grid == (max(1, -(-int(args[5]) * size // (32 * block[0]))),)
     elif kernel.kernel == "dropout" and kernel.name != "advance":
         assert (grid[0] - 1) * 8 * block[0] < int(args[4]) <= grid[0] * 8 * block[0]
     elif kernel.kernel == "softmax":
@@ -318,9 +320,12 @@ def test_a_layer_leaves_little_to_pytorch(microbatches: tuple[bool, list[list[st
     assert second.count("torch.add_ bf16") == 13, "the input, and parameters"
 
 
-@pytest.mark.parametrize(("channels", "fp8"), [(16, False), (128, True), (136, False)])
-def test_packed_sequences_are_read_where_they_lie(channels: int, fp8: bool) -> None:
-    """No activation is gathered, whatever the heads' size."""
+@pytest.mark.parametrize(
+    ("channels", "fp8", "fp8_dpa"),
+    [(16, False, False), (128, True, False), (136, False, False), (16, True, True), (144, True, True)],
+)
+def test_packed_sequences_are_read_where_they_lie(channels: int, fp8: bool, fp8_dpa: bool) -> None:
+    """No activation is gathered, whatever the heads' size. In FP8 q, k and v are copied out of their projection."""
     how: dict[str, Any] = {"attn_input_format": "thd", "self_attn_mask_type": "padding_causal", "fuse_qkv_params": True}
     with DryGpu() as gpu:
         layer = optimized.TransformerLayer(
@@ -328,14 +333,14 @@ def test_packed_sequences_are_read_where_they_lie(channels: int, fp8: bool) -> N
         )
         x = torch.empty(48, 64, dtype=torch.bfloat16, device="cuda").requires_grad_()
         ends = torch.empty(4, dtype=torch.int32, device="cuda")
-        with te.autocast(enabled=fp8):
+        with te.autocast(enabled=fp8, recipe=te.DelayedScaling(fp8_dpa=fp8_dpa)):
             gpu.lines.clear()
             out = layer(x, cu_seqlens_q=ends, max_seqlen_q=20)
         out.backward(torch.empty_like(out))
         launched = names(gpu.taken())
-    of_pytorch = {name for name in launched if name.endswith((" bf16", " fp16"))}
+    of_pytorch = [name for name in launched if name.endswith((" bf16", " fp16"))]
     assert launched.count("attention_gaps") == 3
-    assert of_pytorch == set()
+    assert of_pytorch == ["torch.clone bf16"] * (3 if fp8_dpa else 0)
     assert launched.count("torch.sub int32") == 3, "for the check of ends, and lengths"
 
 

@@ -39,6 +39,6 @@ def test_an_error_leaves_nothing_under_way(rank: int, fails: str, monkeypatch: p
         return torch.zeros(band[1] - band[0], 2)
 
     with pytest.raises(RuntimeError, match="no room" if fails == "part" else "a rank is gone"):
-        ordered_reduce.passed_on("some", (512, 2), part, lambda band, x: x, 1, torch.device("cpu"))
+        ordered_reduce.passed_on("some", (512, 2), part, part, 1, torch.float32, False, torch.device("cpu"))
     assert begun
     assert not groups.under_way.works

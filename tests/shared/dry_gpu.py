@@ -36,6 +36,7 @@ from optimized.tapes.tape import Copy, Tape
 from reference.nn.core import compiled
 from reference.ops import library
 from reference.ops.library import _IMPLEMENTATIONS
+from reference.state import gradient_places
 
 PROCESSORS = 132  # of an H200
 DTYPES = {
@@ -184,6 +185,7 @@ class DryGpu(contextlib.ExitStack):
             return note
 
         pretending(tape_recorder.Watch, "__torch_dispatch__")
+        pretending(gradient_places._Into, "__torch_dispatch__")
         pretending(runner.TapeRunner, "backward")
         for owner in (call_groups, memory, relocation):
             self.enter_context(mock.patch.object(owner, "storage_of", storage_of))

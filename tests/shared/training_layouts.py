@@ -15,6 +15,7 @@ from optimized.training.settings import Settings
 from optimized.training.trainer import Trainer
 from reference.nn.core.dropout import Generator
 from reference.numbers import philox
+from reference.state import gradient_places
 
 
 class _Loss(torch.nn.Module):
@@ -29,11 +30,16 @@ class _Loss(torch.nn.Module):
 
 
 class InDDP(Trainer):
-    """DistributedDataParallel with `tree_hook`."""
+    """DistributedDataParallel with `tree_hook`.
+
+    Attributes:
+        most_places: how many weights' gradients backward was to write to DDP's buckets in one step.
+    """
 
     def __init__(self, settings: Settings, text: Corpus) -> None:
         super().__init__(settings, text)
-        self.parallel = DistributedDataParallel(_Loss(self.model))
+        self.most_places = 0
+        self.parallel = DistributedDataParallel(_Loss(self.model), gradient_as_bucket_view=True)
         self.parallel.register_comm_hook(self.order, te.parallel.tree_hook)
         of_model: Any = self.order.microbatches
         self.order.microbatches = lambda model, count: of_model(self.parallel, count)  # type: ignore[method-assign]
@@ -41,6 +47,7 @@ class InDDP(Trainer):
     def _microbatch(self, number: int, windows: torch.Tensor) -> torch.Tensor:
         first = None if self.settings.accumulate == 1 else number == 0
         loss: torch.Tensor = self.parallel(windows, self.recipe, first)
+        self.most_places = max(self.most_places, len(gradient_places.offered))
         loss.backward(self._share)
         return loss.detach()
 

@@ -8,6 +8,12 @@ namespace simulator {
 
 namespace {
 
+// Else a GPU stops with an illegal instruction.
+void check_start(int x, unsigned element) {
+    if (static_cast<long long>(x) * element % 16)
+        fail("a box begins at element %d of a row, of %u bytes each: not a multiple of 16 bytes", x, element);
+}
+
 unsigned swizzled(unsigned address) { return address ^ (address >> 7 & 7) << 4; }
 
 // What `_encode` of __init__.py writes in place of the driver's 128 bytes.
@@ -57,6 +63,7 @@ void load_box(unsigned destination, const void* opaque, unsigned barrier, const 
     Map map;
     memcpy(&map, opaque, sizeof map);
     if (rank != map.rank) fail("a load of %d dimensions through a map of %d", rank, map.rank);
+    check_start(x[0], map.element);
     if (destination % (map.swizzle ? 1024 : 128)) fail("a box is to be loaded to %#x, which is not aligned", destination);
     unsigned bytes = map.element;
     for (int i = 0; i < rank; i++) bytes *= map.box[i];
@@ -125,6 +132,7 @@ void store_box(const void* opaque, unsigned source, const int* x, int rank) {
     Map map;
     memcpy(&map, opaque, sizeof map);
     if (rank != map.rank || rank != 2) fail("a store of %d dimensions through a map of %d", rank, map.rank);
+    check_start(x[0], map.element);
     if (source % (map.swizzle ? 1024 : 128)) fail("a box is to be stored from %#x, which is not aligned", source);
     const unsigned width = map.box[0] * map.element;
     for (unsigned row = 0; row < map.box[1]; row++)

@@ -134,6 +134,13 @@ inline T atomicMax(T* to, U value) {
     simulator::progressed();
     return old;
 }
+template <class T, class U>
+inline T atomicOr(T* to, U value) {
+    const T old = *to;
+    *to = old | static_cast<T>(value);
+    simulator::progressed();
+    return old;
+}
 
 // --- threads of a block and of a warp ---------------------------------------------------------------------------------
 inline void __syncthreads() { simulator::block_barrier(0, 0); }

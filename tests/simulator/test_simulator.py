@@ -10,6 +10,7 @@ import torch
 import simulator
 from optimized import measure
 from optimized.cuda import launch
+from optimized.cuda.tensor_map import encode
 from simulator import AT_ONCE, AT_RANDOM, LATE, Simulator
 
 pytestmark = pytest.mark.skipif(not simulator.available, reason="needs g++")
@@ -18,6 +19,7 @@ KERNEL = """
 #include "ptx/bulk.cuh"
 #include "ptx/fence.cuh"
 #include "ptx/mbarrier.cuh"
+#include "ptx/tma.cuh"
 using namespace twin;
 extern "C" __global__ void fetch(const float* from, float* to, int arrivals, int waits) {
     __shared__ __align__(16) float words[32];
@@ -57,6 +59,20 @@ extern "C" __global__ void outside(float* to, int offset) {
     words[threadIdx.x] = 0.0f;
     __syncthreads();
     if (threadIdx.x == 5) bulk_store(to, shared_address(words) + offset, 128);
+}
+extern "C" __global__ void fetch_box(const __grid_constant__ CUtensorMap map, unsigned char* to, int x) {
+    __shared__ __align__(128) unsigned char box[4 * 32];
+    __shared__ __align__(8) unsigned long long barrier;
+    const unsigned full = shared_address(&barrier);
+    if (threadIdx.x == 0) {
+        mbarrier_init(full, 1);
+        fence_mbarrier_init();
+        mbarrier_arrive_expect_tx(full, 4 * 32);
+        tma_load_2d(shared_address(box), &map, full, x, 1);
+    }
+    __syncthreads();
+    mbarrier_wait(full, 0);
+    for (int row = 0; row < 4; row++) to[32 * row + threadIdx.x] = box[32 * row + threadIdx.x];
 }
 inline float* of_an_inline_function() {
     __shared__ float words[32 + MORE];
@@ -133,6 +149,22 @@ def test_an_address_outside_of_shared_memory(run) -> None:  # type: ignore[no-un
         run("outside", AT_ONCE, y.data_ptr(), np.int32(1 << 20))
     with pytest.raises(RuntimeError, match="not multiples of 16"):
         run("outside", AT_ONCE, y.data_ptr(), np.int32(4))
+
+
+def test_a_box_that_begins_off_16_bytes(run) -> None:  # type: ignore[no-untyped-def]
+    """A GPU stops with an illegal instruction. Before and after a row there are zeros."""
+    x, y = torch.arange(1, 257).to(torch.uint8).view(4, 64), torch.ones(4, 32, dtype=torch.uint8)
+    with Simulator():
+        of_x = encode(x.data_ptr(), torch.uint8, (64, 4), (64,), (32, 4)).argument
+    for first in (0, 16, -16, 48):
+        run("fetch_box", LATE, of_x, y.data_ptr(), np.int32(first))
+        padded = torch.nn.functional.pad(x, (16, 16, 0, 1))
+        assert torch.equal(y, padded[1:, 16 + first : 48 + first]), first
+    for first in (1, 8, -4):
+        with pytest.raises(
+            RuntimeError, match=rf"a box begins at element {first} of a row, of 1 bytes each: not a mul"
+        ):
+            run("fetch_box", LATE, of_x, y.data_ptr(), np.int32(first))
 
 
 def test_each_configuration_has_shared_memory_of_its_own(run) -> None:  # type: ignore[no-untyped-def]

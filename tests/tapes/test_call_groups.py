@@ -49,7 +49,7 @@ def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return places.setdefault((group, where), room(group, where, device))
 
     monkeypatch.setattr(call_groups.CallGroup, "allocate", same_room)
-    monkeypatch.setattr(Results, "allocate", lambda group, device: places.setdefault(group, results(group, device)))
+    monkeypatch.setattr(Results, "allocate", lambda group, *args: places.setdefault(group, results(group, *args)))
     return made
 
 

@@ -19,6 +19,7 @@ from optimized.tapes.relocation import NotRelocatable, RelocatableTape, _integer
 from optimized.tapes.tape import Copy, Tape
 from reference.nn.core import autograd
 from reference.nn.transformer import halves
+from reference.state import gradient_places
 
 BF16 = torch.bfloat16
 TransformerLayer = optimized.TransformerLayer
@@ -160,6 +161,58 @@ def test_what_else_a_moved_tape_reads(given: str, weights: str, compared: Compar
         train(layer, MODES["delayed"], GIVEN[given], 6, True if "microbatch" in weights else None)
     assert compared.equal >= 3
     assert compared.fixed == 0
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "delayed"])
+@pytest.mark.parametrize("small", [0, halves.SMALL], ids=["two pairs", "one pair"])
+def test_a_tape_moves_with_the_places_of_gradients(
+    small: int, recipe: str, compared: Compared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In each step elsewhere in one bucket, and at other distances from each other."""
+    monkeypatch.setattr(halves, "SMALL", small)
+    with DryGpu() as gpu:
+        gpu.tapes()
+        compared.kernel_of = lambda handle: gpu.launches[handle].kernel
+        layer = LAYERS["joined weights"]()
+        weights = [p for p in layer.parameters() if p.dim() > 1]
+        kept = []
+        for step in range(6):
+            flat = torch.empty(sum(p.numel() for p in weights) + 4096, dtype=BF16, device="cuda")
+            places, first = {}, 256 * step
+            for p in weights[step % 2 :] + weights[: step % 2]:
+                places[p] = flat[first : first + p.numel()].view(p.shape)
+                first += p.numel()
+            x = torch.randn(48, 2, 64, dtype=BF16, device="cuda").requires_grad_()
+            with te.autocast(enabled=recipe != "bf16", recipe=MODES[recipe]), gradient_places.offering(places):
+                y = layer(x)
+                y.backward(y)
+            assert not gradient_places.offered
+            there = [gpu.address(p.grad) == gpu.address(place) for p, place in places.items()]
+            assert there == [step != 1] * 4  # the first backward runs, the second is measured, the others are played
+            kept += [flat, x, y]
+            layer.zero_grad(set_to_none=True)
+    assert compared.equal >= 3
+    assert compared.fixed == 0
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "delayed"])
+def test_a_call_that_is_not_played_writes_to_its_places(
+    recipe: str, compared: Compared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(call_groups, "LARGEST", 0)
+    with DryGpu() as gpu:
+        gpu.tapes()
+        layer = LAYERS["joined weights"]()
+        for _ in range(3):
+            places = {p: torch.empty_like(p).detach() for p in layer.parameters() if p.dim() > 1}
+            x = torch.randn(48, 2, 64, dtype=BF16, device="cuda").requires_grad_()
+            with te.autocast(enabled=recipe != "bf16", recipe=MODES[recipe]), gradient_places.offering(places):
+                y = layer(x)
+                y.backward(y)
+            there = [gpu.address(p.grad) == gpu.address(place) for p, place in places.items()]
+            assert there == [True] * 4
+            layer.zero_grad(set_to_none=True)
+    assert compared.equal == 0
 
 
 def test_tapes_settle_in_three_steps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ class Sends:
         self.x = x
 
     def play(self, stream: int) -> None:
-        ordered_reduce._send(self.x, "some", 1)
+        ordered_reduce._send(self.x, "some", 1, self.x.nbytes, 0)
 
 
 class Ends(Sends):

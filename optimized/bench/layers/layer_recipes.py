@@ -29,6 +29,7 @@ KERNELS = (
     "activation_cast_blocks",
     "norm_cast_blocks",
     "norm_statistics",
+    "activation_amax",
     "current_scale",
     "multi_current_scale",
     "gemm_fp8_blocks",

@@ -7,7 +7,7 @@ that ranks share, two more times: "without communication" is the step in which n
 memory where something would have been received; "communication alone" is all that a step sends, in its order, and
 nothing between. PyTorch's layer has bf16 weights and torch.compile, and is shared by `parallelize_module`.
 
-Ours runs without tapes: at this size the GPU is the slower one.
+A step of ours is played from a tape, which is one CUDA graph, messages between the GPUs included.
 """
 
 import argparse
@@ -27,7 +27,10 @@ from optimized.bench.models import on_ranks
 from optimized.bench.models.on_ranks import Benchmark, Row, Step, Turn, timed
 from optimized.bench.table import Table, table
 from optimized.tapes import call_groups
-from reference.parallel import ordered_reduce, peer_memory
+from optimized.tapes.collectives import Collective
+from optimized.tapes.memory import TensorRef
+from optimized.tapes.tape import Tape
+from reference.parallel import ordered_reduce
 from reference.support import groups
 
 WHAT = "ms of forward and backward of a Llama layer that several GPUs share"
@@ -168,7 +171,7 @@ def stepper(way: Way, case: Case, device: torch.device) -> Step:
 
 
 def _calls(step: Step) -> list[Call]:
-    """What a step communicates, with its tensors, which stay alive."""
+    """What a step communicates, with its tensors, which stay alive; it runs without tapes."""
     found: list[Call] = []
     usual = groups._run
 
@@ -176,8 +179,24 @@ def _calls(step: Step) -> list[Call]:
         found.append((function, args))
         usual(function, args)
 
-    with mock.patch.object(groups, "_run", noted):
+    call_groups._groups.clear()
+    with mock.patch.object(groups, "_run", noted), mock.patch.object(call_groups, "LARGEST_SHARED", -1):
         step()
+    return found
+
+
+def _bytes(calls: list[Call]) -> int:
+    """How many bytes a rank sends and, of sums, receives."""
+    rank, found = dist.get_rank(), 0
+    for function, args in calls:
+        if function in (ordered_reduce._send, ordered_reduce._receive):
+            found += args[0].nbytes
+        elif function is ordered_reduce._hand_out:
+            found += sum(x.nbytes for to, x in enumerate(args[1]) if to != rank)
+        elif function is ordered_reduce._take and not args[2]:
+            found += args[0].nbytes
+        elif function is ordered_reduce._gather:
+            found += args[1].nbytes * (dist.get_world_size() - 1)
     return found
 
 
@@ -188,29 +207,33 @@ def _only_shapes(function: Callable[..., Any], args: list[Any]) -> None:
 
 
 def _communication(step: Step, device: torch.device) -> Row:
-    """The times without communication and of it alone, and how many bytes a rank's calls have."""
+    """The times without communication and of it alone, and how many bytes a rank sends and receives."""
     calls = _calls(step)
+    tape = Tape()
+    for function, args in calls:
+        tape.append(Collective(function, TensorRef.of(args), capturable=device.type == "cuda"))
 
     def alone() -> None:
-        for function, args in calls:
-            function(*args)
+        if device.type == "cuda":
+            tape.play(device.index)
+        else:
+            for function, args in calls:
+                function(*args)
 
-    row: Row = {"communication alone": measure.spread(timed(alone, device))}
-    # A list is what a call waits for.
-    row["bytes"] = sum(args[0].nbytes for _, args in calls if isinstance(args[0], torch.Tensor))
+    row: Row = {"communication alone": measure.spread(timed(alone, device)), "bytes": _bytes(calls)}
     calls.clear()
-    with mock.patch.object(groups, "_run", _only_shapes):
+    call_groups._groups.clear()  # tapes of steps that communicate
+    large = mock.patch.object(call_groups, "LARGEST", call_groups.LARGEST_SHARED)
+    with mock.patch.object(groups, "_run", _only_shapes), large:
         row["without communication"] = measure.spread(timed(step, device))
+    call_groups._groups.clear()
     return row
 
 
 def measured(contestant: tuple[Way, Case], device: torch.device) -> Row:
     """Of a way: ms of its steps, and of ours that ranks share what communication costs."""
     way, case = contestant
-    bands = way.bands or ordered_reduce.BANDS
-    # A room for each band (`peer_memory`).
-    rooms = mock.patch.object(peer_memory, "ROOMS", max(bands, peer_memory.ROOMS))
-    with mock.patch.object(call_groups, "LARGEST", -1), mock.patch.object(ordered_reduce, "BANDS", bands), rooms:
+    with mock.patch.object(ordered_reduce, "BANDS", way.bands or ordered_reduce.BANDS):
         step = stepper(way, case, device)
         row: Row = {"ms": measure.spread(timed(step, device))}
         return row | (_communication(step, device) if way.ours and way.shared else {})

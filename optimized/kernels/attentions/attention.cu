@@ -15,8 +15,9 @@
 //
 // Defines: FORMAT (BF16 | FP16), D_CHUNKS (d in chunks of 64: 1, 2), N_OUT (64 | 128), STAGES, Q_STAGES, DROPOUT
 // (0 | 1), BIAS (0 | 1), SINK (0 | 1), LENGTHS (0 | 1), PACKED (0 | 1), PAGED (0 | 1), PLACED (0 | 1 | 2), SEGMENT (0 | keys
-// of a segment).
+// of a segment), AMAX (0 | 1; attention_amax.cuh), whose word `attention_ticket` clears.
 #include "attention_segments.cuh"
+#include "attention_amax.cuh"
 #include "ptx/grid.cuh"
 
 #ifndef PLACED
@@ -33,6 +34,16 @@
 #endif
 
 using namespace twin;
+
+#ifdef AMAX
+constexpr bool kAmax = true;
+#define TWIN_AMAX , unsigned* amax_word
+#define TWIN_AMAX_WORD amax_word
+#else
+constexpr bool kAmax = false;
+#define TWIN_AMAX
+#define TWIN_AMAX_WORD nullptr
+#endif
 
 struct Config : AttentionDefaults {
     using Format = FORMAT;
@@ -145,16 +156,18 @@ __device__ __forceinline__ void add_values(float (&o)[kAcc], const unsigned (&p)
 }
 
 __device__ __forceinline__ void store(const float (&o)[kAcc], const Rows& rows, const Arguments& a, unsigned short* out,
-                                      float* m, float* inv, int row, const Tile& tile) {
+                                      float* m, float* inv, unsigned* amax_word, int row, const Tile& tile) {
     float last[2];
     finish(last, rows, a, m, inv, tile.batch, tile.head, row, tile.column == 0);
     const Limits& limits = limits_of(a, tile);
     out += tile.batch * a.out_b + tile.head * a.out_h + (row + q_start(limits)) * a.out_s + tile.column;
-    store_rows<Format>(o, last[0], last[1], out, a.out_s, q_written(a, limits) - row, a.d - tile.column);
+    Amax<Format, kAmax> amax;
+    store_rows<Format>(o, last[0], last[1], out, a.out_s, q_written(a, limits) - row, a.d - tile.column, amax.also());
+    amax.leave_of_warp(amax_word);
 }
 
 __device__ __forceinline__ void consume(Shared& shared, const Arguments& a, unsigned short* out, float* m, float* inv,
-                                        float* totals, int warpgroup) {
+                                        float* totals, unsigned* amax_word, int warpgroup) {
     Generator generator{};
     if constexpr (Config::kDropout) generator = read_state_once(a.rng_state);
     Stage<kQueryStages> queries;
@@ -236,7 +249,7 @@ __device__ __forceinline__ void consume(Shared& shared, const Arguments& a, unsi
         };
         walk_segments<kSegmentBlocks, 128 * kConsumers>(walk, blocks, o, rows, totals);
         shared.q_box[queries.index].arrive_empty();
-        store(o, rows, a, out, m, inv, row, tile);
+        store(o, rows, a, out, m, inv, amax_word, row, tile);
         skip(tile.blocks.to - (blocks.any() ? blocks.to : tile.blocks.from));
         if (Config::kLengths) shared.tile_box[tiles.index].arrive_empty();
     }
@@ -245,7 +258,7 @@ __device__ __forceinline__ void consume(Shared& shared, const Arguments& a, unsi
 extern "C" __global__ void __launch_bounds__(128 * (kConsumers + 1), 1)
     attention(const __grid_constant__ CUtensorMap q, const __grid_constant__ CUtensorMap k,
               const __grid_constant__ CUtensorMap v, const __grid_constant__ Arguments a, int* ticket,
-              unsigned short* out, float* m, float* inv TWIN_TOTALS) {
+              unsigned short* out, float* m, float* inv TWIN_TOTALS TWIN_AMAX) {
     extern __shared__ __align__(1024) unsigned char memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     if (threadIdx.x == 0) {
@@ -267,12 +280,15 @@ extern "C" __global__ void __launch_bounds__(128 * (kConsumers + 1), 1)
 #if !SEGMENT
         float* const totals = nullptr;
 #endif
-        consume(shared, a, out, m, inv, totals, warpgroup);
+        consume(shared, a, out, m, inv, totals, TWIN_AMAX_WORD, warpgroup);
     }
 }
 
 // No ticket has been taken.
-extern "C" __global__ void attention_ticket(int* ticket) {
+extern "C" __global__ void attention_ticket(int* ticket TWIN_AMAX) {
     let_next_grid_start();
     *ticket = 0;
+#ifdef AMAX
+    *amax_word = 0;
+#endif
 }

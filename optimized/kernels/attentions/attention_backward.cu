@@ -16,14 +16,26 @@
 // Around it: attention_backward_ends.cu.
 //
 // Defines: FORMAT (BF16 | FP16), D_CHUNKS (d in chunks of 64: 1, 2), N_OUT (64 | 128), STAGES, QUERIES (64 | 128), DROPOUT
-// (0 | 1), BIAS (0 | 1), LENGTHS (0 | 1), PACKED (0 | 1), HEADS_APART (0 | 1; attention_backward_scheduler.cuh).
+// (0 | 1), BIAS (0 | 1), LENGTHS (0 | 1), PACKED (0 | 1), HEADS_APART (0 | 1; attention_backward_scheduler.cuh), AMAX
+// (0 | 1; attention_amax.cuh).
 #include "attention_backward_softmax.cuh"
 #include "attention_backward_scheduler.cuh"
+#include "attention_amax.cuh"
 #include "ptx/bulk.cuh"
 #include "ptx/grid.cuh"
 #include "ptx/stmatrix.cuh"
 
 using namespace twin;
+
+#ifdef AMAX
+constexpr bool kAmax = true;
+#define TWIN_AMAX , unsigned* amax_word
+#define TWIN_AMAX_WORD amax_word
+#else
+constexpr bool kAmax = false;
+#define TWIN_AMAX
+#define TWIN_AMAX_WORD nullptr
+#endif
 
 struct Config : BackwardDefaults {
     using Format = FORMAT;
@@ -284,7 +296,8 @@ struct Consumer {
 };
 
 __device__ __forceinline__ void consume(Shared& shared, const Arguments& a, const Scratch& scratch,
-                                        unsigned short* dk_out, unsigned short* dv_out, int warpgroup) {
+                                        unsigned short* dk_out, unsigned short* dv_out, unsigned* amax_word,
+                                        int warpgroup) {
     const unsigned keys = shared_address(shared.k) + warpgroup * (64 * 128);
     Consumer consumer{shared, a, scratch, warpgroup, keys, keys + static_cast<unsigned>(sizeof(shared.k))};
     Stage<1> keys_stage;
@@ -332,8 +345,12 @@ __device__ __forceinline__ void consume(Shared& shared, const Arguments& a, cons
             hand_over(consumer.dv, consumer.dk, a, scratch, work);
         } else {
             const long long to = work.batch * a.out_b + work.key_head * a.out_h + (row + kv_start(limits)) * a.out_s;
-            store_rows<Format>(consumer.dv, a.kept, a.kept, dv_out + to, a.out_s, kv_written(a, limits) - row, a.d);
-            store_rows<Format>(consumer.dk, a.scale, a.scale, dk_out + to, a.out_s, kv_written(a, limits) - row, a.d);
+            Amax<Format, kAmax> amax;
+            store_rows<Format>(consumer.dv, a.kept, a.kept, dv_out + to, a.out_s, kv_written(a, limits) - row, a.d,
+                               amax.also());
+            store_rows<Format>(consumer.dk, a.scale, a.scale, dk_out + to, a.out_s, kv_written(a, limits) - row, a.d,
+                               amax.also());
+            amax.leave_of_warp(amax_word);
         }
     }
 }
@@ -342,7 +359,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     attention_backward(const __grid_constant__ CUtensorMap q, const __grid_constant__ CUtensorMap k,
                        const __grid_constant__ CUtensorMap v, const __grid_constant__ CUtensorMap grad,
                        const __grid_constant__ Arguments a, const __grid_constant__ Scratch scratch, unsigned short* dk,
-                       unsigned short* dv) {
+                       unsigned short* dv TWIN_AMAX) {
     extern __shared__ __align__(1024) unsigned char memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     if (threadIdx.x == 0) {
@@ -361,7 +378,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     const int warpgroup = __shfl_sync(0xFFFFFFFF, threadIdx.x / 128, 0);
     if (warpgroup < kWarpgroups) {
         setmaxnreg_inc<232>();
-        consume(shared, a, scratch, dk, dv, warpgroup);
+        consume(shared, a, scratch, dk, dv, TWIN_AMAX_WORD, warpgroup);
     } else {  // the last warpgroup moves data
         setmaxnreg_dec<40>();
         const int warp = threadIdx.x / 32 - 4 * kWarpgroups;

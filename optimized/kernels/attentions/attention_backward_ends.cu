@@ -7,8 +7,10 @@
 // Definition and rounding points: reference/ops/attentions/attention_backward.py.
 //
 // Defines: FORMAT (BF16 | FP16), N_OUT, QUERIES, LENGTHS, PACKED and HEADS_APART, as attention_backward.cu and
-// attention_backward_wide.cu, and of `attention_keep` PLACED (0 | 1 | 2).
+// attention_backward_wide.cu, and of `attention_keep` PLACED (0 | 1 | 2), of the others AMAX (0 | 1; attention_amax.cuh),
+// whose word `dots` clears.
 #include "attention_backward_scheduler.cuh"
+#include "attention_amax.cuh"
 #include "ptx/grid.cuh"
 
 #ifndef PLACED
@@ -16,6 +18,16 @@
 #endif
 
 using namespace twin;
+
+#ifdef AMAX
+constexpr bool kAmax = true;
+#define TWIN_AMAX , unsigned* amax_word
+#define TWIN_AMAX_WORD amax_word
+#else
+constexpr bool kAmax = false;
+#define TWIN_AMAX
+#define TWIN_AMAX_WORD nullptr
+#endif
 
 struct Config : BackwardDefaults {
     using Format = FORMAT;
@@ -45,13 +57,18 @@ __device__ __forceinline__
 extern "C" __global__ void __launch_bounds__(256)
     dots(const __grid_constant__ Arguments a, const unsigned short* grad, const unsigned short* out, long long grad_b,
          long long grad_h, long long grad_s, const float* m, const float* inv,
-         const __grid_constant__ Scratch scratch) {
+         const __grid_constant__ Scratch scratch TWIN_AMAX) {
     constexpr int kLanes = Config::kChannels / 8, kGroups = 256 / kLanes, kEach = 4;
     __shared__ float sums[kEach * kGroups];
     let_next_grid_start();
     const int padded = padded_queries(a), lane = threadIdx.x % kLanes;
     const int batch = blockIdx.x / a.heads, head = blockIdx.x % a.heads;
-    if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) *scratch.ticket = 0;
+    if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) {
+        *scratch.ticket = 0;
+#ifdef AMAX
+        *amax_word = 0;
+#endif
+    }
     clear_handed(a, scratch);
     const auto& limits = rows_of(a, batch);
     const int first = blockIdx.y * (kEach * kGroups) + threadIdx.x / kLanes;
@@ -109,7 +126,8 @@ extern "C" __global__ void __launch_bounds__(256)
 
 // dq = round(sum * scale); a block takes a tile of queries and a half of the channels. Zeros where no key is visited.
 extern "C" __global__ void __launch_bounds__(256)
-    attention_dq(const __grid_constant__ Arguments a, const __grid_constant__ Scratch scratch, unsigned short* dq) {
+    attention_dq(const __grid_constant__ Arguments a, const __grid_constant__ Scratch scratch,
+                 unsigned short* dq TWIN_AMAX) {
     wait_for_grid_before();
     const int first = blockIdx.x * Config::kQueries, piece = threadIdx.x / 128;
     const int batch = blockIdx.y / a.heads, head = blockIdx.y % a.heads;
@@ -125,7 +143,9 @@ extern "C" __global__ void __launch_bounds__(256)
         const float4 four = any ? from[128 * j + threadIdx.x % 128] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         sum[4 * j] = four.x, sum[4 * j + 1] = four.y, sum[4 * j + 2] = four.z, sum[4 * j + 3] = four.w;
     }
+    Amax<Format, kAmax> amax;
     store_rows<Format>(sum, a.scale, a.scale,
                        dq + batch * a.out_b + head * a.out_h + (row + q_start(limits)) * a.out_s + column, a.out_s,
-                       q_written(a, limits) - row, a.d - column);
+                       q_written(a, limits) - row, a.d - column, amax.also());
+    amax.leave_of_block<8>(TWIN_AMAX_WORD);
 }

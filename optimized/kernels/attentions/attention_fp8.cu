@@ -13,9 +13,14 @@
 //   * l is one more column of O: behind each stage's values lie eight rows of ones, so that the last product of P v has
 //     72 columns. With dropout l counts what is dropped, and has a product of eight columns before.
 //
+// Packed sequences lie in q and k [tokens, heads, d]. The map of keys counts rows in fours, and a sequence begins at any
+// row: so there are four such maps, the first of row 0, the next of row 1, and so on. Values are those that
+// attention_fp8_values.cu moves to multiples of 128 columns.
+//
 // Defines: FORMAT (BF16 | FP16, out's), D_CHUNKS (d in chunks of 128: 1, 2), D_STEPS (of 32: 2, 4, 8), N_OUT (64 | 128),
-// STAGES, Q_STAGES, DROPOUT (0 | 1), PLACED (0 | 1).
+// STAGES, Q_STAGES, DROPOUT (0 | 1), LENGTHS (0 | 1), PACKED (0 | 1), PLACED (0 | 1).
 #include "attention_fp8_softmax.cuh"
+#include "attention_fp8_values.cuh"
 #include "ptx/grid.cuh"
 
 #ifndef PLACED
@@ -27,13 +32,14 @@ using namespace twin;
 struct Config : AttentionDefaults {
     using Format = FORMAT;
     static constexpr int kPlaced = PLACED;
-    static constexpr bool kDropout = DROPOUT;
+    static constexpr bool kDropout = DROPOUT, kLengths = LENGTHS, kPacked = PACKED;
     static constexpr int kChunks = D_CHUNKS, kSteps = D_STEPS, kChannels = N_OUT;
     static constexpr int kStages = STAGES, kQueryStages = Q_STAGES;
 };
 using Arguments = AttentionArguments<Config>;
+using Limits = AttentionLimits<Config>;
 
-constexpr bool kDropout = Config::kDropout;
+constexpr bool kDropout = Config::kDropout, kLengths = Config::kLengths, kPacked = Config::kPacked;
 constexpr int kChunks = Config::kChunks, kSteps = Config::kSteps, kChannels = Config::kChannels, kAcc = kChannels / 2;
 constexpr int kStages = Config::kStages, kQueryStages = Config::kQueryStages;
 constexpr int kConsumers = 3;                                                                     // warpgroups
@@ -43,10 +49,30 @@ constexpr unsigned kOnes = 0x38383838;                                          
 
 // Queries from `first` of a head, columns from `column` of d, and the blocks of keys that they visit. Without a head
 // (-1), there is no tile.
-struct Tile {
+struct Place {
     int first, batch, head, column;
     Range blocks;
 };
+struct Limited : Place {
+    EntryLimits<Config> limits;
+};
+using Tile = Choice<kLengths, Limited, Place>::Type;
+
+// With `OwnLimits` and `limits_of` calls without lengths would have other machine code.
+__device__ __forceinline__ const Arguments& own_limits(const Arguments& a, const Place&) { return a; }
+__device__ __forceinline__ const EntryLimits<Config>& own_limits(const Arguments&, const Limited& tile) {
+    return tile.limits;
+}
+__device__ __forceinline__ void keep(Place&, const Arguments&) {}
+__device__ __forceinline__ void keep(Limited& tile, const EntryLimits<Config>& limits) { tile.limits = limits; }
+
+// Maps of keys: one; of packed sequences four, by the remainder of the row at which they begin.
+struct KeyMaps {
+    CUtensorMap from[kPacked ? 4 : 1];
+};
+__device__ __forceinline__ const CUtensorMap* map_of(const KeyMaps* k, int start) {
+    return k->from + (kPacked ? start % 4 : 0);
+}
 
 struct Values {
     unsigned char codes[kValues];  // [kChannels][128 keys]
@@ -63,12 +89,13 @@ struct __align__(1024) Shared {
 static_assert(sizeof(Shared) <= 232448, "a block has at most 227 KB of shared memory");
 
 // The blocks of keys that the block of queries with this one visits; none if there is no such query.
-__device__ __forceinline__ Range visited_by(const Arguments& a, int query) {
+__device__ __forceinline__ Range visited_by(const Limits& a, int query) {
     return query < a.sq ? visited(a, query & -kTileRows) : Range{0, 0};
 }
 
 // Those that one of a tile's queries visits: of its first query's block, or of its last one's.
-__device__ __forceinline__ Range visited_by_tile(const Arguments& a, int first) {
+__device__ __forceinline__ Range visited_by_tile(const Limits& a, int first) {
+    if (kLengths && first >= a.sq) return {0, 0};
     const Range one = visited_by(a, first);
     const Range other = visited_by(a, min(first + kQueries, a.sq) - 1);
     if (!other.any()) return one;
@@ -85,11 +112,14 @@ __device__ __forceinline__ Tile tile_of(const Arguments& a, int rank) {
     const int heads = min(a.together, all_heads - before), place = rank - before * width;
     const int head = before + place % heads, block = place / heads;
     const int first = (query_blocks - 1 - block / columns) * kQueries;
-    return {first, head / a.heads, head % a.heads, block % columns * kChannels, visited_by_tile(a, first)};
+    const Limits& limits = limits_of(a, head / a.heads);
+    Tile tile{first, head / a.heads, head % a.heads, block % columns * kChannels, visited_by_tile(limits, first)};
+    keep(tile, limits);
+    return tile;
 }
 
-__device__ __forceinline__ void produce(Shared& shared, const CUtensorMap* q, const CUtensorMap* k,
-                                        const CUtensorMap* v, const Arguments& a, int* ticket) {
+__device__ __forceinline__ void produce(Shared& shared, const CUtensorMap* q, const KeyMaps* k, const CUtensorMap* v,
+                                        const Arguments& a, int* ticket) {
     Stage<kQueryStages> queries;
     Stage<kStages> stage;
     Stage<2> tiles;
@@ -101,11 +131,14 @@ __device__ __forceinline__ void produce(Shared& shared, const CUtensorMap* q, co
         next = ticket == nullptr ? 0x7FFFFFFF : gridDim.x + atomicAdd(ticket, 1);
         const int key_head = tile.head / a.group;
         const int s = queries.index;
+        const int first = tile.first + (kPacked ? q_start(own_limits(a, tile)) : 0);
+        const int start = kPacked ? kv_start(own_limits(a, tile)) : 0;
+        const int value = kPacked ? values_from(tile.batch, start) : 0;
         shared.q_box[s].wait_empty(queries.parity);
         const unsigned q_full = shared_address(&shared.q_box[s].full);
         mbarrier_arrive_expect_tx(q_full, kChunks * kQueryChunk);
         for (int c = 0; c < kChunks; c++)
-            load_chunk<Config>(shared_address(shared.q[s]) + c * kQueryChunk, q, q_full, 128 * c, tile.first, tile.head,
+            load_chunk<Config>(shared_address(shared.q[s]) + c * kQueryChunk, q, q_full, 128 * c, first, tile.head,
                                tile.batch);
         for (int j = tile.blocks.from; j < tile.blocks.to; j++, stage.advance()) {
             const int n = stage.index;
@@ -114,12 +147,12 @@ __device__ __forceinline__ void produce(Shared& shared, const CUtensorMap* q, co
             shared.k_box[n].wait_empty(stage.parity);
             mbarrier_arrive_expect_tx(k_full, kChunks * kChunk);
             for (int i = 0; i < 2 * kChunks; i++)  // keys 4 n and 4 n + 1, then 4 n + 2 and 4 n + 3
-                tma_load_5d(shared_address(shared.k[n]) + i * (kChunk / 2), k, k_full, i / 2 * 128, i % 2 * 2,
-                            j * (kTileRows / 4), key_head, tile.batch);
+                tma_load_5d(shared_address(shared.k[n]) + i * (kChunk / 2), map_of(k, start), k_full, i / 2 * 128,
+                            i % 2 * 2, j * (kTileRows / 4) + start / 4, key_head, kPacked ? 0 : tile.batch);
             shared.v_box[n].wait_empty(stage.parity);
             mbarrier_arrive_expect_tx(v_full, kValues);
-            load_chunk<Config>(shared_address(shared.v[n].codes), v, v_full, j * kTileRows, tile.column, key_head,
-                               tile.batch);
+            load_chunk<Config>(shared_address(shared.v[n].codes), v, v_full, j * kTileRows + value, tile.column,
+                               key_head, tile.batch);
         }
     }
 }
@@ -177,9 +210,10 @@ __device__ __forceinline__ void store(const float (&o)[kAcc], const Rows& rows, 
                                       unsigned short* out, float* m, float* inv, int row, const Tile& tile) {
     float last[2];
     finish_codes(last, rows, a, m, inv, tile.batch, tile.head, row, tile.column == 0);
-    out += tile.batch * a.out_b + tile.head * a.out_h + row * a.out_s + tile.column;
+    const Limits& limits = own_limits(a, tile);
+    out += tile.batch * a.out_b + tile.head * a.out_h + (row + q_start(limits)) * a.out_s + tile.column;
     store_rows<Config::Format>(o, __fmul_rn(last[0], of_values), __fmul_rn(last[1], of_values), out, a.out_s,
-                               a.sq - row, a.d - tile.column);
+                               q_written(a, limits) - row, a.d - tile.column);
 }
 
 __device__ __forceinline__ void consume(Shared& shared, const Arguments& a, float of_scores, float of_values,
@@ -202,12 +236,14 @@ __device__ __forceinline__ void consume(Shared& shared, const Arguments& a, floa
         for (int i = 0; i < kAcc; i++) o[i] = 0.0f;
         const auto counter =
             kDropout ? tile_counter<Config::kPlaced>(a, tile.batch * a.heads + tile.head, warp_row / 16, 0) : 0;
-        const ClearBlocks clear(a, warp_row, mask != nullptr);
+        const Limits& limits = own_limits(a, tile);
+        const ClearBlocks clear(limits, warp_row, mask != nullptr);
         const auto hide = [&](float (&s)[64], int j) {
             const int key = j * kTileRows + 4 * (threadIdx.x % 4);
             if (!__any_sync(0xFFFFFFFF, !clear.has(j))) return;
-            if ((j + 1) * kTileRows > key_limit(a, warp_row)) hide_fours_after(s, a, row, key);
-            if (j * kTileRows < key_from(a, warp_row + 15)) hide_fours_before(s, a, row, key);
+            if ((j + 1) * kTileRows > key_limit(limits, warp_row) || ends_before(limits, warp_row + 16))
+                hide_fours_after(s, limits, row, key);
+            if (j * kTileRows < key_from(limits, warp_row + 15)) hide_fours_before(s, limits, row, key);
             if (mask != nullptr && !hides_nothing(a, mask, j * kTileRows)) hide_fours_masked(s, a, mask, row, key);
         };
 
@@ -220,7 +256,7 @@ __device__ __forceinline__ void consume(Shared& shared, const Arguments& a, floa
                 shared.v_box[keys.index].arrive_empty();
             }
         };
-        const Range blocks = visited_by(a, tile.first + 64 * warpgroup);
+        const Range blocks = visited_by(limits, tile.first + 64 * warpgroup);
         if (blocks.any()) skip(blocks.from - tile.blocks.from);
         shared.q_box[queries.index].wait_full(queries.parity);
         for (int j = blocks.from; j < blocks.to; j++, keys.advance()) {
@@ -261,7 +297,7 @@ __device__ __forceinline__ void consume(Shared& shared, const Arguments& a, floa
 }
 
 extern "C" __global__ void __launch_bounds__(128 * (kConsumers + 1), 1)
-    attention_fp8(const __grid_constant__ CUtensorMap q, const __grid_constant__ CUtensorMap k,
+    attention_fp8(const __grid_constant__ CUtensorMap q, const __grid_constant__ KeyMaps k,
                   const __grid_constant__ CUtensorMap v, const float* q_scale_inv, const float* k_scale_inv,
                   const float* v_scale_inv, const __grid_constant__ Arguments a, int* ticket, unsigned short* out,
                   float* m, float* inv) {

@@ -18,6 +18,12 @@ constexpr int kHeadroom = 8;  // m lies so far below: weights reach up to 2^8
 // The key of a thread's score i, from its first one, which is 4 (lane % 4) in a block.
 __device__ __forceinline__ constexpr int key_of(int i) { return i / 4 % 8 * 16 + i / 32 * 2 + i % 2; }
 
+// Whether an entry of the batch has fewer queries; only then somebody reads the rows of those that do not exist.
+template <class Limits>
+__device__ __forceinline__ bool ends_before(const Limits& a, int queries) {
+    return Limits::Config::kLengths && queries > a.sq;
+}
+
 // Blocks of keys of which a warp's 16 queries see every key, as far as the limits tell: [from, from + count).
 struct ClearBlocks {
     int from;
@@ -27,17 +33,21 @@ struct ClearBlocks {
     __device__ __forceinline__ ClearBlocks(const Limits& a, int first, bool has_mask) {
         from = (key_from(a, first + 15) + kTileRows - 1) >> 7;
         const int to = max(key_limit(a, first), 0) / kTileRows;
-        count = has_mask ? 0 : max(to - from, 0);
+        count = has_mask || ends_before(a, first + 16) ? 0 : max(to - from, 0);
     }
 
     __device__ __forceinline__ bool has(int block) const { return static_cast<unsigned>(block - from) < count; }
 };
 
 // Scores of hidden pairs become -inf. `row`: the thread's first query; `key`: its first key. Here those of keys beyond
-// a query's last one, ...
+// a query's last one, which are all keys if there is no such query, ...
 template <class Limits>
 __device__ __forceinline__ void hide_fours_after(float (&s)[64], const Limits& a, int row, int key) {
-    const int limits[2] = {key_limit(a, row) - key, key_limit(a, row + 8) - key};
+    int limits[2] = {key_limit(a, row) - key, key_limit(a, row + 8) - key};
+    if constexpr (Limits::Config::kLengths) {
+        if (row >= a.sq) limits[0] = 0;
+        if (row + 8 >= a.sq) limits[1] = 0;
+    }
 #pragma unroll
     for (int i = 0; i < 64; i++)
         if (key_of(i) >= limits[i / 2 % 2]) s[i] = TWIN_HIDDEN;

@@ -9,6 +9,7 @@
 
 #include "common/elementary.cuh"
 #include "common/mailbox.cuh"
+#include "common/nothing.cuh"
 #include "common/philox.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/cvt.cuh"
@@ -261,10 +262,12 @@ __device__ __forceinline__ void pack_operand(unsigned (&a)[4], const float (&d)[
 }
 
 // out[row of this lane and the one 8 below, columns] = round(acc * scale), of accumulators 4 t + 2 r + e. Four lanes
-// trade, so that each stores 16 bytes of a row instead of 4. `rows`, `channels`: how many there are from here on.
-template <class T, int kCount>
+// trade, so that each stores 16 bytes of a row instead of 4. `rows`, `channels`: how many there are from here on. Each
+// word that is stored goes to `also`, too.
+template <class T, int kCount, class Also = Nothing>
 __device__ __forceinline__ void store_rows(const float (&acc)[kCount], float low_scale, float high_scale,
-                                           unsigned short* out, long long stride, int rows, int channels) {
+                                           unsigned short* out, long long stride, int rows, int channels,
+                                           const Also& also = {}) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         const float scale = r == 0 ? low_scale : high_scale;
@@ -277,9 +280,12 @@ __device__ __forceinline__ void store_rows(const float (&acc)[kCount], float low
                                         __fmul_rn(acc[4 * (t + i) + 2 * r + 1], scale));
             transpose_lanes<1>(words[0], words[1], words[2], words[3]);
             const int column = 8 * (t + threadIdx.x % 4);
-            if (8 * r < rows && column < channels)
+            if (8 * r < rows && column < channels) {
                 *reinterpret_cast<uint4*>(out + 8 * r * stride + column) =
                     make_uint4(words[0], words[1], words[2], words[3]);
+#pragma unroll
+                for (int i = 0; i < 4; i++) also(words[i]);
+            }
         }
     }
 }

@@ -33,8 +33,10 @@ __device__ __forceinline__ int swizzled(int run, int group) { return run ^ group
 // Where a thread's first row begins, and how far apart its rows are.
 template <class Stride>
 struct Rows {
+    static constexpr bool kSome = false;  // whether some of the rows count as zeros
     const wide_t* x;
     Stride stride;
+    __device__ __forceinline__ bool whole() const { return true; }  // whether none of the tile does
 };
 
 // A contiguous x [rows, cols]: its offsets are those of q.
@@ -45,15 +47,20 @@ struct Matrix {
 
 // A thread's 16 rows, of which `left` exist (kWhole: all), and kCount columns of its group from `first` on: stores q,
 // and puts the rest into the tile.
-template <bool kWhole, int kCount, bool kSums, class Stride>
-__device__ __forceinline__ void cast_run(const Rows<Stride>& in, unsigned char* q, size_t cols, Tile<kSums>& tile,
-                                         int run, int group, int first, int left, float scale, float& amax) {
+template <bool kWhole, int kCount, bool kSums, class In>
+__device__ __forceinline__ void cast_run(const In& in, unsigned char* q, size_t cols, Tile<kSums>& tile, int run,
+                                         int group, int first, int left, float scale, float& amax) {
     constexpr int kWords = kCount / 4;  // of codes a row
     Vector<kCount> v[kRunRows];
 #pragma unroll
     for (int r = 0; r < kRunRows; r++)
         v[r] = kWhole || r < left ? load_once<kCount>(in.x + first + static_cast<size_t>(r) * in.stride)
                                   : Vector<kCount>{};
+    if constexpr (!kWhole && In::kSome) {
+#pragma unroll
+        for (int r = 0; r < kRunRows; r++)
+            if (!in.has(r)) v[r] = {};
+    }
 
     // Four columns at a time from the load to the transposed store, so that registers become free on the way.
     unsigned codes[kRunRows][kWords];
@@ -70,6 +77,9 @@ __device__ __forceinline__ void cast_run(const Rows<Stride>& in, unsigned char* 
             codes[r][w] = quantize4(f, scale);
             // Rows that do not exist give code 0, not 0 * scale, which is NaN if scale is infinite.
             if (!kWhole && r >= left) codes[r][w] = 0;
+            if constexpr (!kWhole && In::kSome) {
+                if (!in.has(r)) codes[r][w] = 0;
+            }
         }
         if constexpr (kSums) {
             float sum[4];
@@ -146,7 +156,7 @@ __device__ __forceinline__ void cast_tile(const Source& source, unsigned char* q
     // Unsigned first: the upper halves are known to be zero, and need no registers.
     const size_t width = static_cast<unsigned>(cols), offset = static_cast<size_t>(row) * width + col;
     const auto in = source.rows(offset, width, row, col);
-    if (first_row + kTileRows <= rows && first_col + kTileCols <= cols) {
+    if (first_row + kTileRows <= rows && first_col + kTileCols <= cols && in.whole()) {
         cast_run<true, kLanes>(in, q + offset, width, tile, run, group, 0, kRunRows, scale, amax);
     } else {
         const int left = col < cols ? rows - row : 0;

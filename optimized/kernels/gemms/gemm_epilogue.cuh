@@ -8,6 +8,7 @@
 #pragma once
 
 #include "gemm_tile.cuh"
+#include "common/largest_pair.cuh"
 #include "ptx/cvt.cuh"
 #include "ptx/wgmma.cuh"
 #include "ptx/load.cuh"
@@ -181,9 +182,10 @@ __device__ __forceinline__ void pack_tile(unsigned (&words)[kCount / 2], const f
             }
 }
 
-// Store group g of a packed tile: a run of kRun columns in both rows.
-template <int kRun, int kWords>
-__device__ __forceinline__ void store_packed(const unsigned (&words)[kWords], int g, const Destination& to) {
+// Store group g of a packed tile: a run of kRun columns in both rows. Each word that is stored goes to `also`, too.
+template <int kRun, int kWords, class Also = Nothing>
+__device__ __forceinline__ void store_packed(const unsigned (&words)[kWords], int g, const Destination& to,
+                                             const Also& also = {}) {
     static_assert(kRun == 8 || kRun == 4, "runs are 16 or 8 bytes of 16-bit values");
     if (4 * kRun * g >= to.columns_left) return;
 #pragma unroll
@@ -195,6 +197,8 @@ __device__ __forceinline__ void store_packed(const unsigned (&words)[kWords], in
             *reinterpret_cast<uint4*>(pointer) = make_uint4(words[w], words[w + 1], words[w + 2], words[w + 3]);
         else
             *reinterpret_cast<uint2*>(pointer) = make_uint2(words[w], words[w + 1]);
+#pragma unroll
+        for (int j = 0; j < kRun / 2; j++) also(words[w + j]);
     }
 }
 
@@ -202,17 +206,20 @@ __device__ __forceinline__ void store_packed(const unsigned (&words)[kWords], in
 template <int kRun, int kCount>
 constexpr int kStoreSteps = kCount / (2 * kRun) < 8 ? kCount / (2 * kRun) : 8;
 
-template <int kRun, int kWords>
-__device__ __forceinline__ void store_step(const unsigned (&words)[kWords], int step, const Destination& to) {
+template <int kRun, int kWords, class Also = Nothing>
+__device__ __forceinline__ void store_step(const unsigned (&words)[kWords], int step, const Destination& to,
+                                           const Also& also = {}) {
     constexpr int kGroups = kWords / kRun, kSteps = kStoreSteps<kRun, 2 * kWords>;
 #pragma unroll
-    for (int g = step * kGroups / kSteps; g < (step + 1) * kGroups / kSteps; g++) store_packed<kRun>(words, g, to);
+    for (int g = step * kGroups / kSteps; g < (step + 1) * kGroups / kSteps; g++)
+        store_packed<kRun>(words, g, to, also);
 }
 
-template <int kRun, int kWords>
-__device__ __forceinline__ void store_packed_tile(const unsigned (&words)[kWords], const Destination& to) {
+template <int kRun, int kWords, class Also = Nothing>
+__device__ __forceinline__ void store_packed_tile(const unsigned (&words)[kWords], const Destination& to,
+                                                  const Also& also = {}) {
 #pragma unroll
-    for (int g = 0; g < kWords / kRun; g++) store_packed<kRun>(words, g, to);
+    for (int g = 0; g < kWords / kRun; g++) store_packed<kRun>(words, g, to, also);
 }
 
 // Store a whole tile in fp32.
@@ -235,8 +242,9 @@ __device__ __forceinline__ void store_fp32(const float (&acc)[kCount], const Des
 }
 
 // The epilogue of FP8 GEMMs. kDeferred: a tile waits in registers and is stored beside the next tile's k-blocks.
-// kAccumulate: out = round(fp32(out) + fp32(acc * scale)), without a bias.
-template <class Out, int kRun, int kAcc, bool kMayDefer, bool kAccumulate>
+// kAccumulate: out = round(fp32(out) + fp32(acc * scale)), without a bias. kMaximum, where it is deferred: a thread also
+// keeps the largest number that it has stored.
+template <class Out, int kRun, int kAcc, bool kMayDefer, bool kAccumulate, bool kMaximum = false>
 struct ScaleBiasStore {
     static constexpr int kSteps = kStoreSteps<kRun, kAcc>;
     static constexpr bool kFP32 = same_type<Out, FP32>, kDeferred = kMayDefer && !kFP32;
@@ -251,7 +259,10 @@ struct ScaleBiasStore {
     int row, column;  // of a tile, the thread's first
     Destination to;
     unsigned words[kAcc / 2];
-    bool pending;  // a tile waits in `words`
+    bool pending;                                       // a tile waits in `words`
+    LargestPair<same_type<Out, BF16> ? 1 : 2> largest;  // kMaximum: of what has been stored
+
+    static_assert(kDeferred || !kMaximum, "the maximum is that of words");
 
     __device__ __forceinline__ ScaleBiasStore(void* out, const void* bias, int bias_type, int m, int n)
         : out(out), bias(bias), bias_type(bias_type), m(m), n(n), pending(false) {
@@ -266,7 +277,12 @@ struct ScaleBiasStore {
     __device__ __forceinline__ void load_ahead(Loaded& loaded, const Tile& tile) {
         if constexpr (kBiasAhead) load_bias(loaded, tile.column + column);
     }
-    __device__ __forceinline__ void step(int s) const { store_step<kRun>(words, s, to); }
+    __device__ __forceinline__ void step(int s) {
+        if constexpr (kMaximum)
+            store_step<kRun>(words, s, to, [&](unsigned pair) { largest.take(pair); });
+        else
+            store_step<kRun>(words, s, to);
+    }
 
     __device__ __forceinline__ void take(float (&acc)[kAcc], Loaded& loaded, const Tile& tile) {
         const int first = tile.column + column;
@@ -286,8 +302,12 @@ struct ScaleBiasStore {
         }
     }
 
-    __device__ __forceinline__ void finish() const {
-        if (pending) store_packed_tile<kRun>(words, to);
+    __device__ __forceinline__ void finish() {
+        if (!pending) return;
+        if constexpr (kMaximum)
+            store_packed_tile<kRun>(words, to, [&](unsigned pair) { largest.take(pair); });
+        else
+            store_packed_tile<kRun>(words, to);
     }
 };
 

@@ -16,10 +16,17 @@
 // Defines: A_FORMAT, B_FORMAT (E4M3 | E5M2), OUT (BF16 | FP16 | FP32), PROMOTION (OneChain | Added), ACCUMULATE (0 | 1),
 // WARPGROUPS (1 | 2), BLOCK_N, NARROW (of some tiles: gemm_tile.cuh), STAGES, CLUSTER (1, or 2 blocks that share B, or A
 // with ACROSS), RUN (columns of a thread: 8, or 4 where N or BLOCK_N is not a multiple of 32), EARLY (0 | 1: the kernel may
-// be launched early if nobody writes B).
+// be launched early if nobody writes B), MAXIMA (0 | 1, fast to 16 bits: maxima[warp] = the largest number of out that the
+// warp has stored, at least +0, NaN passed over, in fp32; a block has 4 * WARPGROUPS warps).
 #include "gemm_fp8_mainloop.cuh"
 #ifndef EARLY
 #define EARLY 0
+#endif
+#ifdef MAXIMA
+#define TWIN_MAXIMA , float* maxima
+#else
+#define MAXIMA 0
+#define TWIN_MAXIMA
 #endif
 
 using namespace twin;
@@ -38,11 +45,12 @@ struct Config : GemmDefaults {
 };
 using Gemm = GemmFP8<Config>;
 using Loop = Config::Promotion::Mainloop<Gemm>;
-using Epilogue = ScaleBiasStore<OUT, Gemm::kRun, Gemm::kAcc, !Config::Promotion::kPromotes, Config::kAccumulate>;
+using Epilogue =
+    ScaleBiasStore<OUT, Gemm::kRun, Gemm::kAcc, !Config::Promotion::kPromotes, Config::kAccumulate, MAXIMA>;
 
 extern "C" __global__ void TWIN_CLUSTER(CLUSTER) __launch_bounds__(128 * (Config::kWarpgroups + 1), 1)
     gemm_fp8(const __grid_constant__ OperandMaps maps, void* out, const void* bias, int bias_type,
-             const float* a_scale_inv, const float* b_scale_inv, int m, int n, int k, int tile_count) {
+             const float* a_scale_inv, const float* b_scale_inv TWIN_MAXIMA, int m, int n, int k, int tile_count) {
     extern __shared__ __align__(1024) unsigned char memory[];
     const unsigned shared = shared_address(memory);
     const Gemm::Tiles tiles(m, n, tile_count);
@@ -60,6 +68,10 @@ extern "C" __global__ void TWIN_CLUSTER(CLUSTER) __launch_bounds__(128 * (Config
         Loop mainloop(shared, k_blocks);
         epilogue.scale = __fmul_rn(*a_scale_inv, *b_scale_inv);
         consume<Gemm::kAcc>(mainloop, epilogue);
+#if MAXIMA
+        const float largest = epilogue.largest.of_warp();
+        if (threadIdx.x % 32 == 0) maxima[blockIdx.x * (4 * Config::kWarpgroups) + threadIdx.x / 32] = largest;
+#endif
     };
     run_block<Gemm::Map, 232, 40>(shared, maps.a, maps.b, producing, consuming, [&] {
         if (Config::kProducers > 1 && threadIdx.x / 32 % 4 < Config::kProducers && elect_one()) producing();

@@ -17,11 +17,6 @@ __device__ __forceinline__ int uniform(int value) { return __shfl_sync(0xFFFFFFF
 
 __device__ __forceinline__ int warpgroup_index() { return uniform(threadIdx.x / 128); }
 
-struct Nothing {
-    template <class... Arguments>
-    __device__ __forceinline__ void operator()(const Arguments&...) const {}
-};
-
 // The accumulators of a tile's first kColumns columns.
 template <int kColumns, int kAcc>
 __device__ __forceinline__ float (&columns(float (&acc)[kAcc])) [kColumns / 2] {

@@ -33,8 +33,10 @@ struct SharedBoxes {
 
     // `tile`: how many tiles the block has finished, modulo 2.
     __device__ __forceinline__ void wait_full(int warp, int piece, unsigned tile) {
+        constexpr int kPieces = Pieces<Gemm>::kPieces;
+        static_assert(kPieces == 1 || kPieces % kBoxes == 0, "in a tile every box that is used is filled as often");
         mbarrier_wait(shared_address(&full[warp][piece % kBoxes]),
-                      (piece / kBoxes + tile * ((Pieces<Gemm>::kPieces + kBoxes - 1) / kBoxes)) % 2);
+                      (piece / kBoxes + tile * ((kPieces + kBoxes - 1) / kBoxes)) % 2);
     }
 
     // Row half r of a piece, a lane's eight columns.

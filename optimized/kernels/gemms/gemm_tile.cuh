@@ -17,6 +17,7 @@
 //   tiles [kStages]   the tile that begins with this stage, if one does
 #pragma once
 
+#include "common/nothing.cuh"
 #include "common/ring.cuh"
 #include "ptx/fence.cuh"
 #include "ptx/setmaxnreg.cuh"

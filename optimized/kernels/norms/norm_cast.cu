@@ -12,11 +12,21 @@
 
 using namespace twin;
 
-constexpr int kThreads = 32 * ROW_WARPS * ROWS;
+struct Config {
+    static constexpr bool kLayerNorm = KIND == 0, kWhole = WHOLE;
+    static constexpr int kRowWarps = ROW_WARPS;
+    static constexpr int kRows = ROWS, kBlocks = BLOCKS;  // rows of a block at a time, blocks of a multiprocessor
+};
+using Rows = RegisterRows<Config>;
+using Row = Rows::Row;
+using Held = Rows::Held;
+using Packed = Rows::Packed;
+
+constexpr int kRowThreads = 32 * Config::kRowWarps, kRows = Config::kRows, kThreads = kRowThreads * kRows;
 
 extern __shared__ float affine[];  // gamma and beta
 
-extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
+extern "C" __global__ void __launch_bounds__(kThreads, Config::kBlocks)
     norm_cast(const wide_t* __restrict__ x, const void* __restrict__ weight, const void* __restrict__ bias,
               const float* __restrict__ scale_slot, float* amax_slot, unsigned char* __restrict__ q,
               float* __restrict__ scale_inv, float* __restrict__ mean, float* __restrict__ rstd, int rows, int hidden,
@@ -24,20 +34,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
 #ifdef LEADS
     let_next_grid_start();  // a product, which loads its weights meanwhile (optimized/cuda/launch.py, `leading`)
 #endif
-    __shared__ Slots slots[ROWS];
-    const int group = threadIdx.x / (32 * ROW_WARPS), step = gridDim.x * ROWS;
+    __shared__ Rows::Slots slots[kRows];
+    const int group = threadIdx.x / kRowThreads, step = gridDim.x * kRows;
     const Held held(hidden);
     const float scale = *scale_slot;
     float amax = 0.0f;
-    int index = blockIdx.x * ROWS + group, turn = 0;
+    int index = blockIdx.x * kRows + group, turn = 0;
     Packed packed, next;
     if (index < rows) packed = held.load(x, index);
     if (parameters == 0)
-        stage_at_once<0>(affine, weight, bias, zero_centered != 0, held.hidden);
+        Rows::stage_at_once<0>(affine, weight, bias, zero_centered != 0, held.hidden);
     else if (parameters == 1)
-        stage_at_once<1>(affine, weight, bias, zero_centered != 0, held.hidden);
+        Rows::stage_at_once<1>(affine, weight, bias, zero_centered != 0, held.hidden);
     else
-        stage_at_once<2>(affine, weight, bias, zero_centered != 0, held.hidden);
+        Rows::stage_at_once<2>(affine, weight, bias, zero_centered != 0, held.hidden);
 #pragma unroll 1
     for (; index < rows; index += step) {
         if (index + step < rows) next = held.load(x, index + step);

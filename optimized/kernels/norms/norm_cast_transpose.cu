@@ -1,4 +1,5 @@
-// norm_cast_transpose: LayerNorm or RMSNorm, cast to FP8 from fp32, with the transposed copy and the amax.
+// norm_cast_transpose: LayerNorm or RMSNorm, cast to FP8 from fp32, with the transposed copy and the amax. With ROUND, of
+// 16-bit x: cast from y rounded to x's type, without an amax.
 //
 //     y         as in norm.cu, fp32, not rounded further
 //     q[r, c]   = satfinite_rne(y[r, c] * scale[0])         NaN -> 0x7F
@@ -27,13 +28,40 @@
 #ifndef CLUSTER
 #include "norm_registers.cuh"
 #endif
+#ifdef ROUND
+#include "common/wide_store.cuh"
+#endif
 
 using namespace twin;
 
+#ifdef ROUND
+constexpr bool kRounds = true;
+// y in x's type, and back.
+template <int kCount>
+__device__ __forceinline__ void round_to_wide(float (&y)[kCount]) {
+    static_assert(sizeof(wide_t) == 2, "ROUND is of 16-bit numbers");
+    Vector<kCount> rounded;
+#pragma unroll
+    for (int j = 0; j < kCount; j += 2) rounded.words[j / 2] = word_of(y + j);
+#pragma unroll
+    for (int j = 0; j < kCount; j++) y[j] = widen(rounded, j);
+}
+#else
+constexpr bool kRounds = false;
+template <int kCount>
+__device__ __forceinline__ void round_to_wide(float (&)[kCount]) {}
+#endif
+
 #ifndef CLUSTER
 
-static_assert(ROW_WARPS == 1, "a warp holds a row");
-constexpr int kThreads = 32 * TILE_WARPS;
+struct Config {
+    static constexpr bool kLayerNorm = KIND == 0, kWhole = WHOLE;
+    static constexpr int kRowWarps = ROW_WARPS, kTileWarps = TILE_WARPS;
+};
+using Rows = RegisterRows<Config>;
+static_assert(Config::kRowWarps == 1, "a warp holds a row");
+
+constexpr int kTileWarps = Config::kTileWarps, kThreads = 32 * kTileWarps;
 constexpr int kTileRows = 64, kRuns = kTileRows / kRunRows;
 constexpr int kSkew = 128 / kRuns;  // bytes between runs of rows in shared memory: lanes read other banks
 
@@ -45,32 +73,33 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                         unsigned char* __restrict__ q_t, float* __restrict__ scale_inv, float* __restrict__ mean,
                         float* __restrict__ rstd, int rows, int length, float eps, int zero_centered, int parameters) {
     const float scale = *scale_slot;
-    const Held held(length);
+    const Rows::Held held(length);
     const int hidden = held.hidden;
     const int warp = threadIdx.x / 32;
     const int run_stride = kRunRows * hidden + kSkew;
-    unsigned char* const codes = reinterpret_cast<unsigned char*>(affine + (KIND == 0 ? 2 : 1) * hidden);
+    unsigned char* const codes = reinterpret_cast<unsigned char*>(affine + Rows::kParameters * hidden);
     float amax = 0.0f;
     int tile = blockIdx.x;
-    Packed packed, next;
-    Slots unused;  // a warp needs no other's sum
+    Rows::Packed packed, next;
+    Rows::Slots unused;  // a warp needs no other's sum
     if (tile * kTileRows + warp < rows) packed = held.load(x, tile * kTileRows + warp);
-    stage_parameters(affine, weight, bias, parameters, zero_centered != 0, hidden);
+    Rows::stage_parameters(affine, weight, bias, parameters, zero_centered != 0, hidden);
     for (; tile * kTileRows < rows; tile += gridDim.x) {
 #pragma unroll 1
-        for (int local = warp; local < kTileRows; local += TILE_WARPS) {
+        for (int local = warp; local < kTileRows; local += kTileWarps) {
             const int row = tile * kTileRows + local;
-            const int after = local + TILE_WARPS < kTileRows ? row + TILE_WARPS : (tile + gridDim.x) * kTileRows + warp;
+            const int after = local + kTileWarps < kTileRows ? row + kTileWarps : (tile + gridDim.x) * kTileRows + warp;
             if (after < rows) next = held.load(x, after);
             if (row < rows) {
-                const Row normalized(packed, held, eps, unused, 0, 0);
+                const Rows::Row normalized(packed, held, eps, unused, 0, 0);
                 normalized.store_statistics(mean, rstd, row, held);
                 unsigned char* const target = q + static_cast<size_t>(row) * hidden + held.first;
                 unsigned char* const copy =
                     codes + local / kRunRows * run_stride + local % kRunRows * hidden + held.first;
-                normalized.for_each_output(affine, held, [&](int i, const float (&y)[8]) {
+                normalized.for_each_output(affine, held, [&](int i, float (&y)[8]) {
 #pragma unroll
-                    for (int j = 0; j < 8; j++) amax = amax_of(amax, y[j]);
+                    for (int j = 0; j < 8 && !kRounds; j++) amax = amax_of(amax, y[j]);
+                    round_to_wide(y);
                     const uint2 words = make_uint2(quantize4(y, scale), quantize4(y + 4, scale));
                     *reinterpret_cast<uint2*>(target + kStripe * i) = words;
                     *reinterpret_cast<uint2*>(copy + kStripe * i) = words;
@@ -88,7 +117,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         __syncthreads();  // the codes have been read
     }
     if (blockIdx.x == 0 && threadIdx.x == 0) *scale_inv = 1.0f / scale;
-    if (amax_slot != nullptr) commit_amax<TILE_WARPS>(amax, amax_slot);
+    if (!kRounds && amax_slot != nullptr) commit_amax<kTileWarps>(amax, amax_slot);
 }
 
 #else
@@ -107,17 +136,26 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 // that long pieces of a row of q_t are written at about the same time (with a contiguous range of rows to each cluster
 // it took 1.15 to 1.5 times as long); the last tiles are half as high if that divides the rest more evenly.
 
+struct Config {
+    static constexpr bool kLayerNorm = KIND == 0, kWhole = WHOLE;
+    static constexpr int kCluster = CLUSTER, kStripes = STRIPES;
+    static constexpr int kTileRows = TILE_ROWS, kTileWarps = TILE_WARPS, kRing = RING;
+};
+constexpr bool kLayerNorm = Config::kLayerNorm, kWhole = Config::kWhole;
+constexpr int kCluster = Config::kCluster, kStripes = Config::kStripes, kRing = Config::kRing;
+constexpr int kTileRows = Config::kTileRows, kTileWarps = Config::kTileWarps;
+
 constexpr int kValues = 16;  // neighbours in a lane
 constexpr int kSpan = 32 * kValues;
-constexpr int kShare = kSpan * STRIPES;    // columns of a block
-constexpr int kLeaf = STRIPES & -STRIPES;  // stripes of a warp whose sum is a subtree of the row's
-constexpr int kWarpLeaves = STRIPES / kLeaf, kLeaves = kWarpLeaves * CLUSTER;
-constexpr int kLaneSums = power_of_two(STRIPES);
-constexpr int kThreads = 32 * TILE_WARPS;
-constexpr int kRuns = TILE_ROWS / kRunRows;
+constexpr int kShare = kSpan * kStripes;     // columns of a block
+constexpr int kLeaf = kStripes & -kStripes;  // stripes of a warp whose sum is a subtree of the row's
+constexpr int kWarpLeaves = kStripes / kLeaf, kLeaves = kWarpLeaves * kCluster;
+constexpr int kLaneSums = power_of_two(kStripes);
+constexpr int kThreads = 32 * kTileWarps;
+constexpr int kRuns = kTileRows / kRunRows;
 constexpr int kSkew = 128 / kRuns;  // bytes between runs of rows in shared memory: lanes read other banks
 constexpr int kRunStride = kRunRows * kShare + kSkew;
-constexpr int kParameters = KIND == 0 ? 2 : 1;
+constexpr int kParameters = kLayerNorm ? 2 : 1;
 
 // gamma and beta of the block's columns, as norm_registers.cuh stages them: [gamma, beta][4 of 16 columns][16 columns][4].
 __device__ __forceinline__ void stage_share(float4* shared, const void* weight, const void* bias, int type,
@@ -161,9 +199,9 @@ __device__ __forceinline__ float row_sum(const float (&stripes)[kLaneSums], Exch
         const unsigned barrier = shared_address(&exchange.barrier);
         if (lane == 0) mbarrier_arrive_expect_tx(barrier, kLeaves * sizeof(float));
         const unsigned slot = shared_address(&exchange.slots.sum[rank * kWarpLeaves + stripe / kLeaf]);
-        if (stripe < STRIPES && stripe % kLeaf == 0)
+        if (stripe < kStripes && stripe % kLeaf == 0)
 #pragma unroll
-            for (int to = lane / kLaneSums; to < CLUSTER; to += 32 / kLaneSums)
+            for (int to = lane / kLaneSums; to < kCluster; to += 32 / kLaneSums)
                 store_async(map_to_rank(slot, to), sum, map_to_rank(barrier, to));
         mbarrier_wait(barrier, parity);
         if constexpr (kLeaves <= 8) return tree<kLeaves>(exchange.slots.sum);
@@ -175,7 +213,7 @@ __device__ __forceinline__ float row_sum(const float (&stripes)[kLaneSums], Exch
     }
 }
 
-// [gamma, beta]; codes [kRuns][16 rows][kShare]; arriving rows [TILE_WARPS][RING][kShare].
+// [gamma, beta]; codes [kRuns][16 rows][kShare]; arriving rows [kTileWarps][kRing][kShare].
 extern __shared__ __align__(128) unsigned char shared[];
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kThreads, 1)
@@ -183,28 +221,28 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
                         const float* __restrict__ scale_slot, float* amax_slot, unsigned char* __restrict__ q,
                         unsigned char* __restrict__ q_t, float* __restrict__ scale_inv, float* __restrict__ mean,
                         float* __restrict__ rstd, int rows, int length, float eps, int zero_centered, int parameters) {
-    __shared__ Exchange exchanges[TILE_WARPS][2];
-    __shared__ unsigned long long full[TILE_WARPS][RING];  // a row has arrived
+    __shared__ Exchange exchanges[kTileWarps][2];
+    __shared__ unsigned long long full[kTileWarps][kRing];  // a row has arrived
     float4* const affine = reinterpret_cast<float4*>(shared);
     unsigned char* const codes = shared + kParameters * kShare * sizeof(float);
-    const int hidden = WHOLE ? kShare * CLUSTER : length;
+    const int hidden = kWhole ? kShare * kCluster : length;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int rank = CLUSTER == 1 ? 0 : blockIdx.x % CLUSTER, cluster = blockIdx.x / CLUSTER;
-    const int clusters = gridDim.x / CLUSTER;
-    const int columns = WHOLE ? kShare : max(0, min(kShare, hidden - rank * kShare));
+    const int rank = kCluster == 1 ? 0 : blockIdx.x % kCluster, cluster = blockIdx.x / kCluster;
+    const int clusters = gridDim.x / kCluster;
+    const int columns = kWhole ? kShare : max(0, min(kShare, hidden - rank * kShare));
     const int first = lane * kValues;
-    const auto inside = [&](int stripe) { return WHOLE || first + kSpan * stripe < columns; };
-    wide_t* const ring = reinterpret_cast<wide_t*>(codes + kRuns * kRunStride) + warp * RING * kShare;
+    const auto inside = [&](int stripe) { return kWhole || first + kSpan * stripe < columns; };
+    wide_t* const ring = reinterpret_cast<wide_t*>(codes + kRuns * kRunStride) + warp * kRing * kShare;
     if (lane == 0) {
         for (int i = 0; i < 2; i++) mbarrier_init(shared_address(&exchanges[warp][i].barrier), 1);
-        for (int i = 0; i < RING; i++) mbarrier_init(shared_address(&full[warp][i]), 1);
+        for (int i = 0; i < kRing; i++) mbarrier_init(shared_address(&full[warp][i]), 1);
         fence_mbarrier_init();
     }
-    if (CLUSTER > 1) cluster_arrive_relaxed();
+    if (kCluster > 1) cluster_arrive_relaxed();
 
     // Tiles of `height` rows from `base` on, one for each cluster.
     const auto height_at = [&](int base) {
-        return rows - base > clusters * (TILE_ROWS / 2) ? TILE_ROWS : TILE_ROWS / 2;
+        return rows - base > clusters * (kTileRows / 2) ? kTileRows : kTileRows / 2;
     };
     int fill_base = 0, fill_height = height_at(0), fill_local = warp;
     const auto fill = [&](int slot) {  // by one lane
@@ -212,21 +250,21 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
         if (row < rows) {
             const unsigned barrier = shared_address(&full[warp][slot]), bytes = columns * sizeof(wide_t);
             mbarrier_arrive_expect_tx(barrier, bytes);
-            if (WHOLE || bytes != 0)
+            if (kWhole || bytes != 0)
                 bulk_load(shared_address(ring + slot * kShare), x + static_cast<size_t>(row) * hidden + rank * kShare,
                           bytes, barrier);
         }
-        fill_local += TILE_WARPS;
+        fill_local += kTileWarps;
         if (fill_local >= fill_height) {
             fill_base += clusters * fill_height, fill_height = height_at(fill_base), fill_local = warp;
         }
     };
     if (lane == 0)
-        for (int slot = 0; slot < RING; slot++) fill(slot);
+        for (int slot = 0; slot < kRing; slot++) fill(slot);
     const float scale = *scale_slot, n = static_cast<float>(hidden);
     stage_share(affine, weight, bias, parameters, zero_centered != 0, rank * kShare, columns);
     __syncthreads();
-    if (CLUSTER > 1) cluster_wait();  // all blocks run, and their barriers are initialised
+    if (kCluster > 1) cluster_wait();  // all blocks run, and their barriers are initialised
 
     float amax = 0.0f;
     int slot = 0, parity = 0, turn = 0;
@@ -239,13 +277,13 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
         height = height_at(base);
         const int tile = base + cluster * height;
 #pragma unroll 1
-        for (int local = warp; local < height; local += TILE_WARPS) {
+        for (int local = warp; local < height; local += kTileWarps) {
             const int row = tile + local;
             if (row >= rows) break;
             mbarrier_wait(shared_address(&full[warp][slot]), parity);
-            float v[STRIPES][kValues], stripes[kLaneSums] = {}, center = 0.0f;
+            float v[kStripes][kValues], stripes[kLaneSums] = {}, center = 0.0f;
 #pragma unroll
-            for (int i = 0; i < STRIPES; i++) {
+            for (int i = 0; i < kStripes; i++) {
                 const uint4* const from = reinterpret_cast<const uint4*>(ring + slot * kShare + kSpan * i + first);
                 Vector<kValues> packed = {};
                 if (inside(i)) {
@@ -263,46 +301,47 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
             const auto refill = [&] {  // the slot is free: after the sum, every lane has its part in registers
                 if (lane == 0) fill(slot);
             };
-            if (KIND == 0) {
+            if (kLayerNorm) {
                 center = sum_of_row(stripes) / n;
                 refill();
             }
 #pragma unroll
-            for (int i = 0; i < STRIPES; i++) {
+            for (int i = 0; i < kStripes; i++) {
                 float squares[kValues];
 #pragma unroll
                 for (int j = 0; j < kValues; j++) {
-                    v[i][j] = centered(v[i][j], center);
+                    v[i][j] = centered<kLayerNorm>(v[i][j], center);
                     squares[j] = v[i][j] * v[i][j];
                 }
                 stripes[i] = inside(i) ? tree<kValues>(squares) : 0.0f;
             }
             const float inverse = 1.0f / sqrtf(sum_of_row(stripes) / n + eps);
-            if (KIND == 1) refill();
+            if (!kLayerNorm) refill();
             if (lane == 0 && rank == 0) {
-                if (KIND == 0) mean[row] = center;
+                if (kLayerNorm) mean[row] = center;
                 rstd[row] = inverse;
             }
             unsigned char* const target = q + static_cast<size_t>(row) * hidden + rank * kShare + first;
             unsigned char* const copy = codes + local / kRunRows * kRunStride + local % kRunRows * kShare + first;
 #pragma unroll
-            for (int i = 0; i < STRIPES; i++) {
+            for (int i = 0; i < kStripes; i++) {
                 if (!inside(i)) continue;
                 float gamma[kValues], beta[kValues], y[kValues];
                 staged(affine, first + kSpan * i, gamma);
-                if (KIND == 0) staged(affine + kShare / 4, first + kSpan * i, beta);
+                if (kLayerNorm) staged(affine + kShare / 4, first + kSpan * i, beta);
 #pragma unroll
                 for (int j = 0; j < kValues; j++) {
                     y[j] = (v[i][j] * inverse) * gamma[j];
-                    if (KIND == 0) y[j] = y[j] + beta[j];
-                    amax = amax_of(amax, y[j]);
+                    if (kLayerNorm) y[j] = y[j] + beta[j];
+                    if (!kRounds) amax = amax_of(amax, y[j]);
                 }
+                round_to_wide(y);
                 const uint4 sixteen = make_uint4(quantize4(y, scale), quantize4(y + 4, scale), quantize4(y + 8, scale),
                                                  quantize4(y + 12, scale));
                 *reinterpret_cast<uint4*>(target + kSpan * i) = sixteen;
                 *reinterpret_cast<uint4*>(copy + kSpan * i) = sixteen;
             }
-            if (++slot == RING) slot = 0, parity ^= 1;
+            if (++slot == kRing) slot = 0, parity ^= 1;
         }
         __syncthreads();
         for (int unit = threadIdx.x; unit < kRuns * columns / 8; unit += kThreads) {
@@ -314,7 +353,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
         __syncthreads();  // the codes have been read
     }
     if (blockIdx.x == 0 && threadIdx.x == 0) *scale_inv = 1.0f / scale;
-    if (amax_slot != nullptr) commit_amax<TILE_WARPS>(amax, amax_slot);
+    if (!kRounds && amax_slot != nullptr) commit_amax<kTileWarps>(amax, amax_slot);
 }
 
 #endif

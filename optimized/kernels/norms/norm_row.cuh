@@ -21,8 +21,9 @@
 // of two, 1024 at least. A lane adds its 8 neighbours; shuffles over 1, 2, 4, 8, 16 lanes give sums of 256, which are
 // added in pairs again. (Addition commutes, so a butterfly gives every lane the same bits.)
 //
-// KIND: 0 layernorm, 1 rmsnorm. WIDE: the element type (wide.cuh). A parameter's type is a run-time argument with
-// WIDE's numbers: 0 fp32, 1 bf16, 2 fp16.
+// A norm's file makes one `Config` of its macros, among them KIND: 0 layernorm, 1 rmsnorm. Types take it as their
+// argument. WIDE is the element type (wide.cuh). A parameter's type is a run-time argument with WIDE's numbers: 0 fp32,
+// 1 bf16, 2 fp16.
 #pragma once
 #include "common/wide.cuh"
 #include "common/wide_store.cuh"
@@ -120,12 +121,9 @@ __device__ __forceinline__ float tree(const float* from) {
 }
 
 // x - mean; rmsnorm: x.
+template <bool kLayerNorm>
 __device__ __forceinline__ float centered(float x, float mean) {
-#if KIND == 0
-    return x - mean;
-#else
-    return x;
-#endif
+    return kLayerNorm ? x - mean : x;
 }
 
 // The sums of kCount warps, aligned so that their tree reads whole vectors.

@@ -5,27 +5,39 @@
 // x [rows, hidden] of type WIDE, hidden a multiple of 8 up to 16384, rows 16-byte aligned; mean, rstd fp32 [rows]; affine
 // fp32 [2 (rmsnorm: 1), hidden]. The last row comes first, so that what reads x next, from the first row on, finds in L2
 // what was read last. ROW_WARPS warps hold a row (norm_registers.cuh); blocks are persistent.
+//
+// Defines: WIDE, KIND, ROW_WARPS, ROWS, BLOCKS, WHOLE, as in norm.cu.
 #include "norm_registers.cuh"
 #include "ptx/grid.cuh"
 
 using namespace twin;
 
-constexpr int kThreads = 32 * ROW_WARPS * ROWS;  // ROWS: of a block at a time
+struct Config {
+    static constexpr bool kLayerNorm = KIND == 0, kWhole = WHOLE;
+    static constexpr int kRowWarps = ROW_WARPS;
+    static constexpr int kRows = ROWS, kBlocks = BLOCKS;  // rows of a block at a time, blocks of a multiprocessor
+};
+using Rows = RegisterRows<Config>;
+using Row = Rows::Row;
+using Held = Rows::Held;
+using Packed = Rows::Packed;
 
-extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
+constexpr int kRowThreads = 32 * Config::kRowWarps, kRows = Config::kRows, kThreads = kRowThreads * kRows;
+
+extern "C" __global__ void __launch_bounds__(kThreads, Config::kBlocks)
     norm_statistics(const wide_t* __restrict__ x, const void* __restrict__ weight, const void* __restrict__ bias,
                     float* __restrict__ mean, float* __restrict__ rstd, float* __restrict__ affine, int rows,
                     int length, float eps, int zero_centered, int parameters) {
-    __shared__ Slots slots[ROWS];
-    const int group = threadIdx.x / (32 * ROW_WARPS);
-    const int step = gridDim.x * ROWS;
+    __shared__ Rows::Slots slots[kRows];
+    const int group = threadIdx.x / kRowThreads;
+    const int step = gridDim.x * kRows;
     const Held held(length);
-    int index = blockIdx.x * ROWS + group, turn = 0;
+    int index = blockIdx.x * kRows + group, turn = 0;
     Packed packed, next;
     if (index < rows) packed = held.load(x, rows - 1 - index);
     for (int at = (blockIdx.x * kThreads + threadIdx.x) * 8; at < length; at += gridDim.x * kThreads * 8) {
 #pragma unroll
-        for (int which = 0; which < kParameters; which++) {
+        for (int which = 0; which < Rows::kParameters; which++) {
             float v[8];
             affine8(which == 0, which == 0 ? weight : bias, parameters, zero_centered != 0, at, v);
             float4* const to = reinterpret_cast<float4*>(affine + which * length + at);

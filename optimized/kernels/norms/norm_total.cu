@@ -3,8 +3,8 @@
 //     out_s[c] = round(sum over b of partial[s, b, c])     fp32 additions from +0, one rounding at the end
 //
 // partial fp32 [sums, blocks, hidden], sums 1 or 2, blocks <= 256; out0, out1 [hidden] of type WIDE (the weight's).
-// Nobody reads partial again: its lines are discarded if hidden is a multiple of 32. Launched early, at norm_backward's
-// end.
+// KEEPS: 1 where partial may be read again; else its lines are discarded if hidden is a multiple of 32. Launched early,
+// at norm_backward's end.
 //
 // Blocks are added in order within runs of 16, then the runs in order. A warp takes a run, so that all loads are in
 // flight at once.
@@ -38,10 +38,12 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     for (int i = 0; i < kRunRows; i++) sum = sum + v[i];
     runs[run][lane] = sum;
     __syncthreads();
+#if !KEEPS
     // These lines have been read for the last time; otherwise L2 would write them to memory. Only lines that no other
     // warp reads.
     if (hidden % kColumns == 0 && lane < kRunRows && run * kRunRows + lane < blocks)
         discard_line(from - lane + static_cast<size_t>(run * kRunRows + lane) * hidden);
+#endif
     if (run == 0 && column < hidden) {
         float total = 0.0f;
 #pragma unroll

@@ -118,10 +118,13 @@ def kernels(
     entries: Entries,
     cluster: int = 1,
     segment: int = 0,
+    amax: bool = False,
 ) -> tuple[launch.Kernel, launch.Kernel]:
     more = {"BIAS": int(biased), "SINK": int(sunk), **entries.macros, "PAGED": int(entries.paged)}
     if segment:
         more["SEGMENT"] = segment
+    if amax:
+        more["AMAX"] = 1
     if d == WIDE:
         file, rows = "attention_wide", 4 * BLOCK + 5 * 4 * 64  # of 64 channels: queries, the ring's five parts
         macros: dict[str, Any] = {"FORMAT": FORMATS[dtype], "CLUSTER": cluster, "DROPOUT": int(dropout), **more}
@@ -281,8 +284,12 @@ def attend(
     results: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     options: Options,
     pages: Pages | None = None,
+    amax: torch.Tensor | None = None,
 ) -> None:
-    """Launch the kernel that fills `results`; with `pages` k and v are all rows of a cache `[rows, hkv, d]`."""
+    """Launch the kernel that fills `results`; with `pages` k and v are all rows of a cache `[rows, hkv, d]`.
+
+    It writes the amax of out to `amax`, fp32 of one element, where `attention_amax.in_passing` says that it can.
+    """
     result, m, inv = results
     q, k, v, out = by_heads(q), by_heads(k), by_heads(v), by_heads(result)
     options = readable(options)
@@ -304,7 +311,7 @@ def attend(
         cluster = 2 if wide and sq > queries and alike else 1
         entries = Entries.of(options)._replace(paged=pages is not None)
         segment = attention_decode.segment_of(options, skv)
-        more = (options.biased, options.sinks is not None, entries, cluster, segment)
+        more = (options.biased, options.sinks is not None, entries, cluster, segment, amax is not None)
         kernel, reset = kernels(q.dtype, size, threshold(dropout) > 0, *more)
         threads, smem = 2 * queries + 128, kernel.max_dynamic_smem
         if cluster > 1:
@@ -312,9 +319,11 @@ def attend(
         else:
             at_a_time = launch.processors(index)
         works = -(-sq // (cluster * queries)) * b * h
-        ticket = torch.empty(1, dtype=torch.int32, device=q.device) if works > at_a_time else None
+        cleared = works > at_a_time or amax is not None
+        ticket = torch.empty(1, dtype=torch.int32, device=q.device) if cleared else None
+        found = [] if amax is None else [amax.data_ptr()]
         if ticket is not None:
-            launch.launch(reset, (1,), (1,), [ticket.data_ptr()], device=index)
+            launch.launch(reset, (1,), (1,), [ticket.data_ptr(), *found], device=index)
         args = [*maps, launch.by_value(a), 0 if ticket is None else ticket.data_ptr()]
         args += [out.data_ptr(), m.data_ptr(), inv.data_ptr()]
         grid, early = (cluster * min(works, at_a_time),), ticket is not None and cluster == 1
@@ -322,7 +331,7 @@ def attend(
             floats = grid[0] * (threads - 128) * (size // 2 + 4)
             totals = torch.empty(floats, dtype=torch.float32, device=q.device)
             args.append(totals.data_ptr())
-        launch.launch(kernel, grid, (threads,), args, smem, device=index, early=early)
+        launch.launch(kernel, grid, (threads,), [*args, *found], smem, device=index, early=early)
         if options.packed:
             clear_gaps(q, k, options, (out,), False)
     elif m.numel():

@@ -51,10 +51,10 @@ def queries_of(d: int) -> int:
 
 
 @functools.cache
-def _kernel(
-    dtype: torch.dtype, d: int, dropout: bool, biased: bool, entries: Entries, apart: bool = False
+def main_kernel(
+    dtype: torch.dtype, d: int, dropout: bool, biased: bool, entries: Entries, apart: bool = False, amax: bool = False
 ) -> launch.Kernel:
-    more = {"BIAS": int(biased), **entries.macros}
+    more = {"BIAS": int(biased), **entries.macros, **({"AMAX": 1} if amax else {})}
     queries = queries_of(d)
     if d == WIDE:
         macros: dict[str, Any] = {"FORMAT": attention.FORMATS[dtype], "N_OUT": d, "QUERIES": queries}
@@ -69,9 +69,11 @@ def _kernel(
 
 
 @functools.cache
-def _end_kernel(dtype: torch.dtype, d: int, entries: Entries, name: str, apart: bool = False) -> launch.Kernel:
+def end_kernel(
+    dtype: torch.dtype, d: int, entries: Entries, name: str, apart: bool = False, amax: bool = False
+) -> launch.Kernel:
     sizes: dict[str, int | str] = {"FORMAT": attention.FORMATS[dtype], "N_OUT": d, "QUERIES": queries_of(d)}
-    macros = sizes | entries.macros | {"HEADS_APART": int(apart)}
+    macros = sizes | entries.macros | {"HEADS_APART": int(apart)} | ({"AMAX": 1} if amax else {})
     return launch.function("attention_backward_ends", name, macros)
 
 
@@ -82,19 +84,19 @@ def _configurations(several: tuple[Entries, ...]) -> Iterator[Any]:
     """All that are launched for such batches."""
     cases: Any = itertools.product(attention.FORMATS, attention.CAPACITIES, *[_EITHER] * 2, several)
     for case in cases:
-        yield _kernel(*case).configuration
+        yield main_kernel(*case).configuration
     for dtype, d, entries in itertools.product(attention.FORMATS, attention.CAPACITIES, several):
-        yield _end_kernel(dtype, d, entries, "dots").configuration
+        yield end_kernel(dtype, d, entries, "dots").configuration
     narrow = [d for d in attention.CAPACITIES if d != WIDE]
     for dtype, d, entries in itertools.product(attention.FORMATS, narrow, several):
         for dropout in _EITHER:
-            yield _kernel(dtype, d, dropout, False, entries, True).configuration
-        yield _end_kernel(dtype, d, entries, "dots", True).configuration
+            yield main_kernel(dtype, d, dropout, False, entries, True).configuration
+        yield end_kernel(dtype, d, entries, "dots", True).configuration
 
 
 CONFIGURATIONS = [*_configurations(ENTRIES[:2]), *_configurations(ENTRIES[2:])]
 CONFIGURATIONS += [
-    _end_kernel(dtype, d, Entries(False, placed=place), "attention_keep", apart).configuration
+    end_kernel(dtype, d, Entries(False, placed=place), "attention_keep", apart).configuration
     for place in PLACES
     for dtype, d, apart in itertools.product(attention.FORMATS, attention.CAPACITIES, _EITHER)
     if not (apart and d == WIDE)
@@ -116,25 +118,41 @@ def attention_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """-> (dq like q, dk like k, dv like v); arguments as in `reference.ops.attentions.attention_backward`."""
     results = outputs(grad, q, k, v, out, m, inv, *given)
-    grad, q, k, v, out = map(by_heads, (grad, q, k, v, out))
-    options = attention.readable(Options(*given))._replace(sinks=None)  # 1 / l has what sinks take
+    differentiate("twin::attention_backward", (grad, q, k, v, out), m, inv, results, Options(*given))
+    return results
+
+
+def differentiate(
+    op: str,
+    given: Tensors,
+    m: torch.Tensor,
+    inv: torch.Tensor,
+    results: Tensors,
+    options: Options,
+    amax: torch.Tensor | None = None,
+) -> None:
+    """Fill `results`, dq, dk and dv; `given` are grad, q, k, v and out.
+
+    The amax of all three goes to `amax`, fp32 of one element, where `attention_amax.in_passing` says that it can.
+    """
+    grad, q, k, v, out = map(by_heads, given)
+    options = attention.readable(options)._replace(sinks=None)  # 1 / l has what sinks take
     b, _, _, sq, skv = sizes(q, k, options)
-    attention.check_grid("twin::attention_backward", q, b)
+    attention.check_grid(op, q, b)
     if not q.numel() or not k.numel() or not sq or not skv:
         for one in results:
             one.zero_()
-        return results
+        return
     inputs = tuple(attention.loadable(x) for x in (grad, q, k, v, out))
     dq, dk, dv = map(by_heads, results)
     # One stride, and one number of channels, serve both dk and dv.
     dk_written = dk if dk.shape[3] >= dv.shape[3] else torch.empty_like(dv)
     alike = dv.shape == dk_written.shape and dv.stride() == dk_written.stride()
     dv_written = dv if alike else torch.empty_like(dk_written)
-    _run(inputs, m, inv, (dq, dk_written, dv_written), options)
+    _run(inputs, m, inv, (dq, dk_written, dv_written), options, amax)
     for found, written in ((dk, dk_written), (dv, dv_written)):
         if found is not written:
             found.copy_(written[..., : found.shape[3]])
-    return results
 
 
 def _scratch(inputs: Tensors, options: Options, sums: int, keep: int) -> tuple[np.ndarray, Tensors]:
@@ -160,17 +178,21 @@ def _make_statistics(
     options: Options,
     arguments: launch.ByValue,
     scratch: np.ndarray,
+    found: list[int],
 ) -> None:
-    """Launch `dots`, which also clears what blocks take turns by; `arguments` are of `options.of_rows()`."""
+    """Launch `dots`, which also clears what blocks take turns by; `arguments` are of `options.of_rows()`.
+
+    `found`: the address of an amax, which it clears, too, or nothing.
+    """
     grad, q, k, v, out = inputs
     b, h, _, sq, _ = sizes(q, k, options)
     capacity, padded = attention.widest(q, v), -(-sq // BLOCK) * BLOCK
     strides = strides_of(grad, options.packed)
     args = [arguments, grad.data_ptr(), out.data_ptr(), *strides, m.data_ptr(), inv.data_ptr()]
     entries = Entries(options.packed, options.packed)
-    kernel = _end_kernel(q.dtype, capacity, entries, "dots", scratch.dtype == SCRATCH_APART)
+    kernel = end_kernel(q.dtype, capacity, entries, "dots", scratch.dtype == SCRATCH_APART, bool(found))
     grid = (b * h, -(-padded * capacity // _DOT_CHANNELS))
-    launch.launch(kernel, grid, (256,), [*args, launch.by_value(scratch.copy())], device=q.device.index)
+    launch.launch(kernel, grid, (256,), [*args, launch.by_value(scratch.copy()), *found], device=q.device.index)
 
 
 def row_statistics(inputs: Tensors, m: torch.Tensor, inv: torch.Tensor, options: Options) -> torch.Tensor:
@@ -178,7 +200,7 @@ def row_statistics(inputs: Tensors, m: torch.Tensor, inv: torch.Tensor, options:
     _, q, k, _, out = inputs
     scratch, (stats, *_held) = _scratch(inputs, options, 0, 0)
     arguments = launch.by_value(attention.arguments(q, k, out, options.of_rows()))
-    _make_statistics(inputs, m, inv, options, arguments, scratch)
+    _make_statistics(inputs, m, inv, options, arguments, scratch, [])
     return stats
 
 
@@ -197,7 +219,15 @@ def _set_apart(inputs: Tensors, options: Options, heads: int, scratch: np.ndarra
     return found, (handed, summed)
 
 
-def _run(inputs: Tensors, m: torch.Tensor, inv: torch.Tensor, results: Tensors, options: Options) -> None:
+def _run(
+    inputs: Tensors,
+    m: torch.Tensor,
+    inv: torch.Tensor,
+    results: Tensors,
+    options: Options,
+    amax: torch.Tensor | None,
+) -> None:
+    found = [] if amax is None else [amax.data_ptr()]
     grad, q, k, v, out = inputs
     dq, dk, dv = results
     b, h, heads, sq, skv = sizes(q, k, options)
@@ -230,10 +260,10 @@ def _run(inputs: Tensors, m: torch.Tensor, inv: torch.Tensor, results: Tensors, 
         return launch.by_value(a)
 
     unbiased = options.unbiased()
-    _make_statistics(inputs, m, inv, options, of(out, options.of_rows()), scratch)
+    _make_statistics(inputs, m, inv, options, of(out, options.of_rows()), scratch, found)
     maps = [attention.tensor_map(x, rows) for x, rows in ((q, queries), (k, keys), (v, keys), (grad, queries))]
-    kernel = _kernel(q.dtype, capacity, drops, biased, entries, is_apart)
-    draw = _end_kernel(q.dtype, capacity, drawn, "attention_keep", is_apart)
+    kernel = main_kernel(q.dtype, capacity, drops, biased, entries, is_apart, bool(found))
+    draw = end_kernel(q.dtype, capacity, drawn, "attention_keep", is_apart)
     for first in range(0, b * heads, at_once):
         count = min(at_once, b * heads - first)
         works = count * blocks
@@ -246,14 +276,14 @@ def _run(inputs: Tensors, m: torch.Tensor, inv: torch.Tensor, results: Tensors, 
         if drops:
             args = [of(out, unbiased), space, np.uint32(first * blocks)]
             launch.launch(draw, (blocks, padded // BLOCK, count * group), (256,), args, device=index)
-        args = [*(one.argument for one in maps), of(dk, options), space, dk.data_ptr(), dv.data_ptr()]
+        args = [*(one.argument for one in maps), of(dk, options), space, dk.data_ptr(), dv.data_ptr(), *found]
         smem, early = kernel.max_dynamic_smem, not (drops or wide)
         at_a_time = launch.clusters_at_once(kernel, 2, _THREADS, smem, index) if wide else launch.processors(index)
         grid = (min(works, at_a_time) * (2 if wide else 1),)
         launch.launch(kernel, grid, (_THREADS,), args, smem, device=index, early=early)
 
-    args = [of(dq, unbiased), space, dq.data_ptr()]
-    kernel = _end_kernel(q.dtype, capacity, entries, "attention_dq", is_apart)
+    args = [of(dq, unbiased), space, dq.data_ptr(), *found]
+    kernel = end_kernel(q.dtype, capacity, entries, "attention_dq", is_apart, bool(found))
     all_tiles = (tiles, b * h, _HALVES) if wide else (tiles, b * h)
     launch.launch(kernel, all_tiles, (256,), args, device=index, early=True)
     if options.packed:

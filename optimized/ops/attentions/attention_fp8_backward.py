@@ -67,4 +67,4 @@ def attention_fp8_backward(
     """-> (dq, dk, dv), of grad's dtype."""
     outputs(grad, q, k, v, q_scale_inv, k_scale_inv, v_scale_inv, out, m, inv, *given)
     q, k, v = _dequantized([q, k, v], [q_scale_inv, k_scale_inv, v_scale_inv], grad.dtype)
-    return attention_backward(grad, q, k, v, out, m, inv, *Options(*given))
+    return attention_backward(grad, q, k, v, out, m, inv, *Options.of_fp8(*given))

@@ -42,6 +42,8 @@ def current_scale(x: torch.Tensor, *how: *Scale) -> torch.Tensor:
 
 def run(scale: torch.Tensor, x: torch.Tensor, *how: *Scale) -> None:
     """`current_scale` on checked arguments, into `scale` `[1]`."""
+    if x.dtype == torch.float32 and x.numel() == 1:  # an amax that was found in passing
+        return total(x, scale, *how)
     x = aligned(x)
     blocks = amax_blocks(x)
     partial = scale.new_empty(blocks)

@@ -45,14 +45,16 @@ def config(
     n: int,
     add: bool = False,
     kernel: str = "gemm_fp8",
+    maxima: bool = False,
 ) -> GemmConfig:
     """One configuration of kernels/gemms/gemm_fp8.cu, or of gemm_fp8_rowwise.cu; only n % 32 counts. With `add` it adds
-    to what the output holds.
+    to what the output holds; with `maxima` its warps leave the largest numbers that they have stored.
     """
     others: dict[str, int | str] = {
         "PROMOTION": "Added" if accumulate == "split" else "OneChain",
         "ACCUMULATE": int(add),
         "RUN": run(n, out, tile.block_n),
+        **({"MAXIMA": 1} if maxima else {}),
     }
     return fp8_config(kernel, (a, b, out), tile, _TILE_MACROS[kernel], others)
 

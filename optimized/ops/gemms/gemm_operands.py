@@ -49,21 +49,22 @@ def _operand_maps(
     m: int,
     n: int,
     k: int,
+    rows_apart: tuple[int, int],
     tile: Tile,
     width: int,
     halves: int,
 ) -> launch.ByValue:
     # L2 fetches two lines at a time, except where rows straddle lines: there it would cost 5 to 20 %.
-    l2 = 256 if k % 128 == 0 else 128
+    l2 = 128 if any(bytes_ % 128 for bytes_ in rows_apart) else 256
     a_part = tile.block_m // tile.sharing_a
     part = tile.block_n // max(halves, tile.sharing_b)
 
     def a_map(rows: int) -> TensorMap:
-        return encode(a, formats[0], (k, m), (k,), (128, rows), 128, l2)
+        return encode(a, formats[0], (k, m), rows_apart[:1], (128, rows), 128, l2)
 
     def b_map(rows: int) -> TensorMap:
-        shape, strides = (k, 2, 4, width // 2, n // (4 * width)), (k, width * k, 2 * k, 4 * width * k)
-        return encode(b, formats[1], shape, strides, (128, 2, 4, width // 2, rows // (4 * width)), 128, l2)
+        shape, strides = (k, 2, 4, width // 2, n // (4 * width)), [i * rows_apart[1] for i in (1, width, 2, 4 * width)]
+        return encode(b, formats[1], shape, tuple(strides), (128, 2, 4, width // 2, rows // (4 * width)), 128, l2)
 
     maps = [a_map(a_part), b_map(part), a_map(m % a_part or a_part), b_map(n // halves % part or part)]
     addresses = [(128 * i, address) for i, address in enumerate((a, b, a, b))]
@@ -84,7 +85,9 @@ def operand_maps(a: torch.Tensor, b: torch.Tensor, tile: Tile, width: int, halve
                 f"bytes (a slice that begins inside a row of 16 values does not have it: clone it)."
             )
     (m, k), n = a.shape, b.shape[0]
-    return _operand_maps(a.data_ptr(), b.data_ptr(), (a.dtype, b.dtype), m, n, k, tile, width, halves)
+    # The stride of a dimension of one element means nothing.
+    apart = k if m == 1 else a.stride(0), k if n == 1 else b.stride(0)
+    return _operand_maps(a.data_ptr(), b.data_ptr(), (a.dtype, b.dtype), m, n, k, apart, tile, width, halves)
 
 
 def loadable(x: torch.Tensor | None) -> torch.Tensor | None:

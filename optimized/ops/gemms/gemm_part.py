@@ -16,10 +16,16 @@ from optimized.cuda import launch
 from optimized.ops.casts.amax import WIDE, pointer
 from optimized.ops.gemms import gemm as gemm_16
 from optimized.ops.gemms import gemm_fp8_blocks as blocks
-from optimized.ops.gemms.gemm_config import FP8, HALVES, TYPES, GemmConfig, fp8_config
+from optimized.ops.gemms.gemm_config import FP8, HALVES, OUTPUTS, TYPES, GemmConfig, fp8_config
 from optimized.ops.gemms.gemm_operands import bias_arguments, check_devices, loadable, operand_maps
 from optimized.ops.gemms.gemm_tile import FP8_TILES, TILES, Tile, cheapest_tile, multiprocessors, select_tile
-from reference.ops.gemms.gemm_part import blocks_part_outputs, end_outputs, fp8_part_outputs, part_outputs
+from reference.ops.gemms.gemm_part import (
+    blocks_part_outputs,
+    end_outputs,
+    fp8_end_outputs,
+    fp8_part_outputs,
+    part_outputs,
+)
 from reference.ops.library import on_cuda
 
 _THREADS, _ELEMENTS = 256, 8  # of a block of end_gemm, of a thread
@@ -28,10 +34,11 @@ SQUARES = ((False, False), (False, True), (True, False))
 
 
 @functools.lru_cache(maxsize=1024)
-def config(a: torch.dtype, b: torch.dtype, accumulate: str, tile: Tile) -> GemmConfig:
-    """One configuration of kernels/gemms/gemm_fp8_part.cu."""
+def config(a: torch.dtype, b: torch.dtype, accumulate: str, tile: Tile, out: torch.dtype | None = None) -> GemmConfig:
+    """One configuration of kernels/gemms/gemm_fp8_part.cu: a part's, or with the dtype of `out` the last part's."""
     promotion = {"PROMOTION": "Added" if accumulate == "split" else "OneChain"}
-    return fp8_config("gemm_fp8_part", (a, b), tile, "WARPGROUPS BLOCK_N STAGES CLUSTER ACROSS NARROW", promotion)
+    types = (a, b) if out is None else (a, b, out)
+    return fp8_config("gemm_fp8_part", types, tile, "WARPGROUPS BLOCK_N STAGES CLUSTER ACROSS NARROW", promotion)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -67,6 +74,12 @@ CONFIGURATIONS += [
 _FLAGS = (False, True)
 CONFIGURATIONS += [half_config(*case).listed for case in itertools.product(HALVES, _FLAGS, _FLAGS, TILES)]
 CONFIGURATIONS += [one.configuration for one in _ends.values()]
+# Every tile with both accumulations, and every format and output with one tile, as of the whole GEMM.
+_ENDING = (
+    *itertools.product(FP8[:1], FP8[:1], ("fast", "split"), FP8_TILES, OUTPUTS[:1]),
+    *itertools.product(FP8, FP8, ("fast", "split"), FP8_TILES[:1], OUTPUTS),
+)
+CONFIGURATIONS += [config(*case).listed for case in dict.fromkeys(_ENDING)]
 
 
 @on_cuda
@@ -140,6 +153,47 @@ def gemm_fp8_part_tiled(
 
 
 @on_cuda
+def gemm_fp8_end(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    bias: torch.Tensor | None,
+    accumulator: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    accumulate: str,
+) -> torch.Tensor:
+    """`end_gemm` of `gemm_fp8_part` with their arguments -> `[M, N]` of out_dtype, by one kernel."""
+    fp8_end_outputs(a, b, a_scale_inv, b_scale_inv, bias, accumulator, out_dtype, accumulate)
+    others = {"a_scale_inv": a_scale_inv, "b_scale_inv": b_scale_inv, "bias": bias, "accumulator": accumulator}
+    check_devices("gemm_fp8_end", a, b=b, **others)
+    (m, k), n, sms = a.shape, b.shape[0], multiprocessors(a.device.index)
+    tile = select_tile(m, n, k, accumulate == "split", sms, FP8_TILES)
+    return gemm_fp8_end_tiled(a, b, a_scale_inv, b_scale_inv, bias, accumulator, out_dtype, accumulate, tile)
+
+
+def gemm_fp8_end_tiled(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    bias: torch.Tensor | None,
+    accumulator: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    accumulate: str,
+    tile: Tile,
+    cut: int | None = None,
+) -> torch.Tensor:
+    """`gemm_fp8_end` with a given tile; `cut` is as in `gemm.gemm_tiled`."""
+    if not a.numel() or not b.numel():
+        sums = gemm_fp8_part_tiled(a, b, accumulator, accumulate, tile)
+        return end_gemm(sums, a_scale_inv, b_scale_inv, bias, out_dtype)  # type: ignore[no-any-return]
+    bias = loadable(bias)
+    rest = (*bias_arguments(bias), a_scale_inv.data_ptr(), b_scale_inv.data_ptr())
+    return _launch(config(a.dtype, b.dtype, accumulate, tile, out_dtype), a, b, accumulator, rest, cut, None, out_dtype)
+
+
+@on_cuda
 def gemm_fp8_blocks_part(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -181,13 +235,14 @@ def _launch(
     a: torch.Tensor,
     b: torch.Tensor,
     accumulator: torch.Tensor | None,
-    scales: Any,
+    rest: tuple[Any, ...],
     cut: int | None,
     maps: Callable[[], Any] | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """Launch a part; `scales`: the kernel's arguments between the accumulators and the sizes; `maps`: of 16 bits."""
+    """Launch a part; `rest`: the kernel's arguments between the accumulators and the sizes; `maps`: of 16 bits."""
     (m, k), n, index, tile = a.shape, b.shape[0], a.device.index, one.tile
-    out = torch.empty((m, n), dtype=torch.float32, device=a.device)
+    out = torch.empty((m, n), dtype=dtype, device=a.device)
     if m == 0 or n == 0:
         return out
     if k == 0:
@@ -197,5 +252,5 @@ def _launch(
     sizes = (np.int32(m), np.int32(n), np.int32(k), np.int32(cut))
     begins = 0 if start is None else start.data_ptr()
     operands = (operand_maps(a, b, tile, RUN),) if maps is None else maps()
-    one.launch(index, cut, (*operands, out.data_ptr(), begins, *scales, *sizes))
+    one.launch(index, cut, (*operands, out.data_ptr(), begins, *rest, *sizes))
     return out

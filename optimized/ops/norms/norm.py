@@ -48,9 +48,15 @@ def defines(x: torch.dtype, kind: str, warps: int, hidden: int) -> Defines:
 
 
 @functools.cache
-def rows_kernel(x: torch.dtype, kind: str, warps: int, hidden: int, amax: bool = False) -> launch.Kernel:
-    more: Defines = {"AMAX": 1} if amax else {}
-    return launch.function("norm", "norm_rows", {**defines(x, kind, warps, hidden), **more}, SHARED)
+def rows_kernel(
+    x: torch.dtype, kind: str, warps: int, hidden: int, amax: bool = False, alone: bool = False
+) -> launch.Kernel:
+    macros = defines(x, kind, warps, hidden)
+    if amax:
+        macros["AMAX"] = 1
+    if alone:
+        macros["AMAX_ALONE"] = 1
+    return launch.function("norm", "norm_rows", macros, SHARED)
 
 
 @functools.cache
@@ -83,7 +89,7 @@ def blocks_of(kernel: launch.Kernel, rows: int, device: int) -> int:
 
 
 def normalize(
-    out: Three,
+    out: tuple[torch.Tensor | None, torch.Tensor, torch.Tensor],
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -94,22 +100,25 @@ def normalize(
 ) -> torch.Tensor | None:
     """Compute `norm` on checked arguments; `out` is (y, mean, rstd).
 
-    With `amax` it returns those of y's parts, fp32, where the kernel for such rows finds them; else None.
+    With `amax` it returns those of y's parts, fp32, where the kernel for such rows finds them; else None. Without a y
+    there are these alone, of y in x's dtype, for rows that have such a kernel (`row_warps`).
     """
     rows, hidden = x.shape
     if rows == 0:
         return None
     x, weight, bias = aligned(x), aligned(weight), aligned(bias)
     inputs = (x.data_ptr(), weight.data_ptr(), pointer(bias))
-    results = (out[0].data_ptr(), out[1].data_ptr(), out[2].data_ptr())
-    options = (np.float32(eps), np.int32(zero_centered), np.int32(WIDE[weight.dtype]), np.int32(WIDE[out[0].dtype]))
+    y, alone = out[0], out[0] is None
+    results = (pointer(y), out[1].data_ptr(), out[2].data_ptr())
+    wide = WIDE[x.dtype if y is None else y.dtype]
+    options = (np.float32(eps), np.int32(zero_centered), np.int32(WIDE[weight.dtype]), np.int32(wide))
     args = (*inputs, *results, np.int32(rows), np.int32(hidden), *options)
     warps = row_warps(hidden)
     if warps is not None:
-        kernel = rows_kernel(x.dtype, kind, warps, hidden, amax)
+        kernel = rows_kernel(x.dtype, kind, warps, hidden, amax, alone)
         grid = blocks_of(kernel, rows, x.device.index)
         threads = 32 * warps * int(kernel.defines["ROWS"])
-        partial = out[1].new_empty(grid) if amax else None
+        partial = out[2].new_empty(grid) if amax else None
         more = () if partial is None else (partial.data_ptr(),)
         launch.launch(
             launch.leading(kernel), (grid,), (threads,), (*args, *more), smem=8 * hidden, device=x.device.index

@@ -1,6 +1,7 @@
 """`twin::norm_backward` on the GPU, LayerNorm and RMSNorm: kernels/norms/norm_backward.cu for dx and for sums
-over blocks of rows; then kernels/norms/norm_total.cu, which adds up those sums.
-Semantics, and the order of the sums: `reference.ops.norms.norm`.
+over blocks of rows; then kernels/norms/norm_total.cu, which adds up those sums. And both by themselves:
+`twin::norm_backward_part`, `twin::norm_total`.
+Semantics, and the order of the sums: `reference.ops.norms.norm`, `reference.ops.norms.norm_backward_part`.
 """
 
 import functools
@@ -15,6 +16,7 @@ from optimized.ops.casts.amax import WIDE, aligned, pointer
 from optimized.ops.norms.norm import KIND, Defines, whole
 from reference.ops.library import on_cuda
 from reference.ops.norms.norm import KINDS, block_rows, chains, norm_backward_outputs
+from reference.ops.norms.norm_backward_part import outputs, total_outputs
 
 _SHARED = {False: 200 * 1024, True: 224 * 1024}  # bytes at most, by `is_long`
 _ANY_THREADS = 256
@@ -72,8 +74,10 @@ def _any_kernel(x: torch.dtype, kind: str, name: str) -> launch.Kernel:
 
 
 _total = {x: launch.function("norm_total", "norm_total", {"WIDE": WIDE[x]}) for x in WIDE}
+# The sums may be read again.
+_total_of_parts = {x: launch.function("norm_total", "norm_total", {"WIDE": WIDE[x], "KEEPS": 1}) for x in WIDE}
 CONFIGURATIONS = [
-    *(one.configuration for one in _total.values()),
+    *(one.configuration for one in (*_total.values(), *_total_of_parts.values())),
     *(_any_kernel(*case, "rows").configuration for case in itertools.product(WIDE, KINDS)),
     *(
         kernel(x, kind, shape, 256 * shape[0] * shape[1] - short)[0].configuration
@@ -96,14 +100,66 @@ def norm_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`grad`, `x` `[rows, hidden]` of one dtype -> (dx of it, dweight, dbias `[hidden]` (rmsnorm: `[0]`))."""
     dx, dweight, dbias = norm_backward_outputs(grad, x, weight, mean, rstd, zero_centered, kind, residual_grad)
-    grad, x, weight, residual_grad = aligned(grad), aligned(x), aligned(weight), aligned(residual_grad)
     rows, hidden = x.shape
-    sums = 2 if kind == "layernorm" else 1
-    blocks = -(-rows // block_rows(rows))
+    sums, count = 2 if kind == "layernorm" else 1, block_rows(rows)
+    blocks = -(-rows // count)
     partial = torch.empty((sums, blocks, hidden), dtype=torch.float32, device=x.device)
+    _launch_blocks(dx, partial, grad, x, weight, mean, rstd, zero_centered, kind, residual_grad, count)
+    total = (partial.data_ptr(), dweight.data_ptr(), dbias.data_ptr(), np.int32(blocks), np.int32(hidden))
+    grid = (-(-hidden // _TOTAL_COLUMNS), sums)
+    launch.launch(_total[weight.dtype], grid, (_TOTAL_THREADS,), total, device=x.device.index, early=True)
+    return dx, dweight, dbias
+
+
+@on_cuda
+def norm_backward_part(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    zero_centered: bool,
+    kind: str,
+    residual_grad: torch.Tensor | None,
+    count: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Arguments as of `norm_backward` -> (dx, fp32 sums `[1 or 2, blocks, hidden]` of blocks of `count` rows)."""
+    given = (grad, x, weight, mean, rstd, zero_centered, kind, residual_grad)
+    dx, partial = outputs(*given, count)
+    _launch_blocks(dx, partial, *given, count)
+    return dx, partial
+
+
+@on_cuda
+def norm_total(blocks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Sums of at most 256 blocks, fp32 `[blocks, hidden]` -> their sum `[hidden]` of a dtype."""
+    out = total_outputs(blocks, dtype)
+    if out.numel():
+        args = (blocks.data_ptr(), out.data_ptr(), 0, np.int32(len(blocks)), np.int32(len(out)))
+        grid = (-(-len(out) // _TOTAL_COLUMNS), 1)
+        launch.launch(_total_of_parts[dtype], grid, (_TOTAL_THREADS,), args, device=out.device.index, early=True)
+    return out
+
+
+def _launch_blocks(
+    dx: torch.Tensor,
+    partial: torch.Tensor,
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    zero_centered: bool,
+    kind: str,
+    residual_grad: torch.Tensor | None,
+    count: int,
+) -> None:
+    """Write dx, and to `partial` the sums of blocks of `count` rows."""
+    grad, x, weight, residual_grad = aligned(grad), aligned(x), aligned(weight), aligned(residual_grad)
+    (rows, hidden), blocks = x.shape, partial.shape[1]
     both, statistics = (grad.data_ptr(), x.data_ptr()), (mean.data_ptr(), rstd.data_ptr())
     by_row = (*both, weight.data_ptr(), *statistics, pointer(residual_grad), dx.data_ptr())
-    sizes = (np.int32(rows), np.int32(hidden), np.int32(block_rows(rows)))
+    sizes = (np.int32(rows), np.int32(hidden), np.int32(count))
     options = (np.int32(zero_centered), np.int32(WIDE[weight.dtype]))
     index = x.device.index
     shape = backward_shape(x.dtype, hidden)
@@ -117,7 +173,3 @@ def norm_backward(
         args = (*both, *statistics, partial.data_ptr(), *sizes, np.int32(chains(hidden)))
         columns = (blocks * -(-hidden // _ANY_THREADS),)
         launch.launch(_any_kernel(x.dtype, kind, "columns"), columns, (_ANY_THREADS,), args, device=index)
-    total = (partial.data_ptr(), dweight.data_ptr(), dbias.data_ptr(), np.int32(blocks), np.int32(hidden))
-    grid = (-(-hidden // _TOTAL_COLUMNS), sums)
-    launch.launch(_total[weight.dtype], grid, (_TOTAL_THREADS,), total, device=index, early=True)
-    return dx, dweight, dbias

@@ -97,10 +97,11 @@ CONFIGURATIONS: list[tuple[str, Defines]] = [
 
 @functools.cache
 def configured(
-    x: torch.dtype, kind: str, q: torch.dtype, shape: Shape, hidden: int, device: int
+    x: torch.dtype, kind: str, q: torch.dtype, shape: Shape, hidden: int, device: int, rounds: bool = False
 ) -> tuple[launch.Kernel, int, int, int]:
     """The kernel with the macros of `defines`, its threads, its shared memory, and how many clusters run at once."""
-    kernel = launch.function("norm_cast_transpose", "norm_cast_transpose", defines(x, kind, q, shape, hidden), _SHARED)
+    macros = defines(x, kind, q, shape, hidden) | ({"ROUND": 1} if rounds else {})
+    kernel = launch.function("norm_cast_transpose", "norm_cast_transpose", macros, _SHARED)
     threads, smem = 32 * shape.warps, shape.shared(x, kind)
     if not shape.long:  # no clusters
         return kernel, threads, smem, launch.processors(device)
@@ -119,8 +120,7 @@ def norm_cast_transpose(
 ) -> Five:
     """`x` `[rows, hidden]` -> (q, q_t `[hidden, ceil16(rows)]`, scale_inv fp32 `[1]`, mean, rstd)."""
     out = norm_cast_transpose_outputs(x, weight, bias, eps, zero_centered, kind, *scaling)
-    rows, hidden = x.shape
-    shape = tile_shape(x.dtype, kind, hidden)
+    shape = tile_shape(x.dtype, kind, x.shape[1])
     if shape is None:
         # The rows are too long for registers: y goes through memory in fp32. The bits are the same, the traffic is
         # three times as much.
@@ -128,15 +128,35 @@ def norm_cast_transpose(
         q, q_t, scale_inv, mean, rstd = out
         normalize((y, mean, rstd), x, weight, bias, eps, zero_centered, kind)
         cast_transpose.run((q, q_t, scale_inv), y, None, *scaling)
-        return out
+    else:
+        run(out, shape, x, weight, bias, eps, zero_centered, kind, *scaling)
+    return out
+
+
+def run(
+    out: Five,
+    shape: Shape,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    zero_centered: bool,
+    kind: str,
+    *scaling: *Scaling,
+    rounds: bool = False,
+) -> None:
+    """Launch the kernel on checked arguments, into `out`.
+
+    `rounds`: y is rounded to x's dtype first, and has no amax.
+    """
+    rows, hidden = x.shape
     x, weight, bias = aligned(x), aligned(weight), aligned(bias)
     scale, amax_history, column, dtype = scaling
     inputs = (x.data_ptr(), weight.data_ptr(), pointer(bias), *scaling_pointers(scale, amax_history, column))
     options = (np.float32(eps), np.int32(zero_centered), np.int32(WIDE[weight.dtype]))
     args = (*inputs, *(tensor.data_ptr() for tensor in out), np.int32(rows), np.int32(hidden), *options)
     index = x.device.index
-    kernel, threads, smem, at_once = configured(x.dtype, kind, dtype, shape, hidden, index)
+    kernel, threads, smem, at_once = configured(x.dtype, kind, dtype, shape, hidden, index, rounds)
     # The blocks are persistent: as many as run at once, and at least one cluster, which writes scale_inv.
     clusters = max(1, min(-(-rows // shape.share), at_once))
     launch.launch(kernel, (clusters * shape.cluster,), (threads,), args, smem=smem, device=index)
-    return out

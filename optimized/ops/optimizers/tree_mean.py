@@ -32,14 +32,13 @@ CONFIGURATIONS = [
 
 
 @on_cuda
-def tree_mean(nodes: list[torch.Tensor], additions: list[int], factor: float, dtype: torch.dtype) -> torch.Tensor:
-    """`[n]` of `dtype`."""
-    out = outputs(nodes, additions, factor, dtype)
+def tree_mean(nodes: list[torch.Tensor], additions: list[int], factor: float, out: torch.Tensor) -> None:
+    """Write to `out`, `[n]`; a thread reads all nodes before it writes."""
+    outputs(nodes, additions, factor, out)
     count = out.numel()
     if count:
         addresses = np.array([node.data_ptr() for node in nodes], dtype=np.uint64)
         aligned = not any(address % 16 for address in (*addresses.tolist(), out.data_ptr()))
         args = [launch.by_value(addresses), out.data_ptr(), count, np.int32(aligned), np.float32(factor)]
-        kernel, blocks = _kernel(dtype, nodes[0].dtype, tuple(additions)), -(-count // ELEMENTS_PER_BLOCK)
+        kernel, blocks = _kernel(out.dtype, nodes[0].dtype, tuple(additions)), -(-count // ELEMENTS_PER_BLOCK)
         launch.launch(kernel, (blocks,), (THREADS,), args, device=out.device.index)
-    return out

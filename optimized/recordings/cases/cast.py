@@ -8,6 +8,7 @@ import torch
 
 from optimized.recordings.calls import E4M3, E5M2, Call, Calls, Inputs, ahead
 from optimized.recordings.case import FP8, WIDE, Case, Outputs, every_word, named, numbers, short
+from optimized.recordings.cases.attention import int32
 
 twin = torch.ops.twin
 
@@ -48,6 +49,18 @@ def calls(c: Inputs) -> Calls:
     yield Call(twin.cast, (c.x(5, 16, start=3), c.state()[0], None, 2, E4M3))
     yield Call(twin.cast, (c.x(5, 16, start=8), *c.state(step=3), 2, E5M2))
     yield Call(twin.cast, (c.x(5, 80), *c.state(), 1, E4M3), ahead(twin.cast))
+
+    for dtype, q in product(WIDE, FP8):
+        for shape in ((150, 16), (70, 1040)):
+            yield Call(twin.cast, (c.x(*shape, dtype=dtype, special=True), *c.state(), 1, q, *places(c, shape[0])))
+    yield Call(twin.cast, (c.x(0, 16), *c.state(), 0, E4M3, *places(c, 0)))
+
+
+def places(c: Inputs, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Lengths and starts of three packed sequences among so many rows; some rows are in none."""
+    third = rows // 3
+    starts = (min(2, third), third, third, rows - third // 2)
+    return int32(c, max(third - 5, 0), 0, max(rows - 2 * third, 0)), int32(c, *starts)
 
 
 def large(c: Inputs) -> Calls:

@@ -8,7 +8,7 @@ import torch
 
 from optimized.recordings.calls import E4M3, E5M2, Call, Calls, Inputs
 from optimized.recordings.case import FP8, WIDE, Case, numbers, short
-from optimized.recordings.cases.cast import cast
+from optimized.recordings.cases.cast import cast, places
 
 twin = torch.ops.twin
 _OPS = (twin.cast_transpose, twin.cast_transpose_dbias)
@@ -28,6 +28,10 @@ def calls(c: Inputs) -> Calls:
     for op in _OPS:
         for shape, start in (((1, 16), 0), ((0, 16), 0), ((65, 16), 4)):
             yield Call(op, (c.x(*shape, start=start), *c.state(step=2), 2, E4M3))
+    for dtype, q in product(WIDE, FP8):
+        for rows, cols in ((150, 272), (384, 256), (70, 16)):
+            x = c.x(rows, cols, dtype=dtype, special=True)
+            yield Call(twin.cast_transpose, (x, *c.state(), 1, q, *places(c, rows)))
 
 
 def large(c: Inputs) -> Calls:

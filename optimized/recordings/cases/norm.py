@@ -67,8 +67,22 @@ def _both(
     yield Call(twin.norm_backward, (grad, x, weight, mean, rstd, *rest))
 
 
+def _parts(c: Inputs) -> Calls:
+    """Some of the rows: blocks that are full and one that is not, rows of each kernel; sums of as many blocks."""
+    for kind, dtype, hidden, (rows, count) in product(
+        KINDS, (BF16, FP32), (33, 1024, 4096, 16384), ((24, 8), (21, 2), (5, 5), (0, 3))
+    ):
+        x, weight = c.x(rows, hidden, dtype=dtype), c.x(hidden, dtype=dtype)
+        mean, rstd = c.x(rows if kind == "layernorm" else 0, dtype=FP32), c.positive(rows)
+        rest = (count == 8, kind, x if count == 2 else None, count)
+        yield Call(twin.norm_backward_part, (c.x(rows, hidden, dtype=dtype), x, weight, mean, rstd, *rest))
+    for blocks, hidden, dtype in product((0, 1, 37, 256), (33, 1024), WIDE):
+        yield Call(twin.norm_total, (c.x(blocks, hidden, dtype=FP32), dtype))
+
+
 def calls(c: Inputs) -> Calls:
     """Rows of every width at which another kernel begins."""
+    yield from _parts(c)
     for kind, dtype in product(KINDS, WIDE):
         for hidden in (
             (1024, 3080) if dtype == FP16 else (16, 201, 1024, 1032, 2064, 3080, 4080, 5104, 6128, 8192, 12272)

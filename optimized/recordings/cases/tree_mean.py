@@ -11,7 +11,7 @@ twin = torch.ops.twin
 
 def _call(c: Inputs, order: list[int], count: int, nodes: torch.dtype, dtype: torch.dtype, start: int = 0) -> Call:
     rows = [c.x(1, count, dtype=nodes, start=start)[0] for _ in order]
-    return Call(twin.tree_mean, (rows, order, 1 / len(order), dtype))
+    return Call(twin.tree_mean, (rows, order, 1 / len(order), c.x(1, count, dtype=dtype, start=start)[0]))
 
 
 def calls(c: Inputs) -> Calls:

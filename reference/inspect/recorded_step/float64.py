@@ -18,7 +18,7 @@ from reference.ops.activations.activation import clamp_of, is_gated
 from reference.ops.attentions.attention import NO_LIMIT, keep_pairs, limits
 from reference.ops.attentions.attention_lengths import entries
 from reference.ops.attentions.attention_options import Options
-from reference.ops.attentions.attention_packed import gathered, scattered
+from reference.ops.attentions.attention_packed import alone_rows, gathered, scattered
 from reference.ops.casts.cast_blocks import of_each
 from reference.ops.casts.cat_cast_transpose import side_by_side
 from reference.ops.random.dropout import dropped, keep_scale, threshold
@@ -126,6 +126,14 @@ def _bias_dropout_add(
     return _added(_times_kept(_dropped(x, p, rng_state), kept), residual, 0.0, None)
 
 
+def _cast(
+    x: T, scale: T, history: T | None, column: int, dtype: Any, lengths: Any = None, starts: Any = None
+) -> Results:
+    if lengths is not None:
+        x = x.masked_fill(alone_rows(lengths, starts, x.shape[0])[:, None], 0.0)
+    return [x.double()]
+
+
 def _hidden(shape: tuple[int, int, int, int], options: Options) -> T:
     mask = options.mask
     if options.has_lengths:
@@ -208,8 +216,8 @@ def _activation_backward(grad: T, x: T, kind: str) -> Results:
 
 
 OPS: dict[str, Callable[..., Results]] = {
-    "cast": lambda x, *_: [x.double()],
-    "cast_transpose": lambda x, *_: [x.double()],
+    "cast": _cast,
+    "cast_transpose": _cast,
     "cast_blocks": lambda x, *_: [x.double()],
     "cast_blocks_transpose": lambda x, *_: [x.double()],
     "cast_rowwise": lambda x, *_: [x.double()],
@@ -234,6 +242,10 @@ OPS: dict[str, Callable[..., Results]] = {
     "activation_backward_cast_transpose_dbias": lambda grad, x, kind, *_: _activation_backward(grad, x, kind),
     "norm": lambda x, weight, bias, eps, zero, kind, *_: [_norm(x, weight, bias, eps, zero, kind)],
     "norm_scale": lambda x, weight, bias, eps, zero, kind, *_: [_norm(x, weight, bias, eps, zero, kind)],
+    # The scale is that of the rounded y.
+    "norm_scale_cast_transpose": lambda x, weight, bias, eps, zero, kind, *_: [
+        _norm(x, weight, bias, eps, zero, kind).to(x.dtype).double()
+    ],
     "norm_cast": lambda x, weight, bias, eps, zero, kind, *_: [_norm(x, weight, bias, eps, zero, kind)],
     "norm_cast_transpose": lambda x, weight, bias, eps, zero, kind, *_: [_norm(x, weight, bias, eps, zero, kind)],
     "norm_cast_blocks_transpose": lambda x, weight, bias, eps, zero, kind, *_: [
@@ -250,6 +262,11 @@ OPS: dict[str, Callable[..., Results]] = {
         h := _gemm_fp8(a, b, sa, sb, bias),
         _act(h, kind),
     ],
+    # The scale is that of the activation of h as it is kept.
+    "gemm_fp8_activation_scale": lambda a, b, sa, sb, bias, dtype, kind, *more: [
+        h := _gemm_fp8(a, b, sa, sb, bias),
+        _act(h.to(dtype), kind),
+    ],
     "gemm_fp8_activation_backward": lambda a, b, sa, sb, x, kind, *_: _activation_backward(
         _gemm_fp8(a, b, sa, sb, None), x, kind
     ),
@@ -262,7 +279,9 @@ OPS: dict[str, Callable[..., Results]] = {
     "bias_dropout_add": _bias_dropout_add,
     "dropout_backward": lambda grad, p, state, kept=None: [_dropped(_times_kept(grad.double(), kept), p, state)],
     "attention": _attention,
+    "attention_amax": _attention,
     "attention_backward": _attention_backward,
+    "attention_backward_amax": _attention_backward,
 }
 
 

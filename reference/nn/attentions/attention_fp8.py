@@ -7,23 +7,26 @@ Results are in the activation dtype, 16 bits. q, k and v are roles with a delaye
 the forward's six, as checkpoints have them; the others, and the backward's four, stay unused. The softmax's weights
 need no scale (`reference.ops.attentions.attention_fp8` says why).
 
+Packed sequences are cast and read where they lie. Tokens that are in no sequence count for no amax (`twin::cast`), so
+scales, codes and results are those of the same sequences in a batch padded with zeros.
+
 The state enters checkpoints as that of other layers, under `_extra_state`; a checkpoint without the entry loads, too.
 Transformer Engine's attention has one scale for q, k and v together; its state is accepted if it was not used.
 """
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
 from reference.checkpoints import checkpoint_format, transformer_engine_state
 from reference.memory.recompute import Run, current_run
-from reference.nn.attentions.exact_attention import Equation
 from reference.nn.attentions.fp8_keys_values import check_core
 from reference.nn.attentions.heads import dense_rows
 from reference.nn.core.compiled import before
-from reference.nn.core.context import BlockContext
+from reference.nn.core.context import ModuleContext
 from reference.nn.core.module import TransformerEngineBaseModule
+from reference.ops.attentions.attention_options import Options
 from reference.ops.library import twin
 from reference.recipe import Recipe
 from reference.recipes.quantized import Quantized
@@ -31,42 +34,17 @@ from reference.recipes.quantizer import Quantizer
 from reference.recipes.roles import Role, Roles
 from reference.state.scaling import KEYS
 from reference.state.target_device import probe_target
-from reference.support.nested import Tensors
 
 ROLES = (Role("attention", "q", 0), Role("attention", "k", 1), Role("attention", "v", 4))
 # Keys of attention's state: ours and Transformer Engine's, and that of its releases 1.6 and 1.7.
 _STATES = (checkpoint_format.STATE, f"fused_attention.{checkpoint_format.STATE}")
 
 
-class Plan(NamedTuple):
-    """Everything but tensors that the launches depend on.
-
-    Attributes:
-        needs: which gradients are wanted: q, k, v.
-        equation: how to attend.
-        gemms: the key of the quantizers.
-        sequence_first: whether tensors are `[s, b, h, d]`; otherwise `[b, s, h, d]`.
-    """
-
-    needs: tuple[bool, ...]
-    equation: Equation
-    gemms: Hashable
-    sequence_first: bool
-
-    def heads_first(self, x: torch.Tensor) -> torch.Tensor:
-        """`[b, h, s, d]` of a tensor in this order."""
-        return x.permute(1, 2, 0, 3) if self.sequence_first else x.permute(0, 2, 1, 3)
-
-    def in_order(self, x: torch.Tensor) -> torch.Tensor:
-        """The inverse of `heads_first`; neighbours in memory, as tapes want results."""
-        return (x.permute(2, 0, 1, 3) if self.sequence_first else x.permute(0, 2, 1, 3)).contiguous()
-
-
 class Saved(NamedTuple):
     """What backward reads.
 
     Attributes:
-        q, k, v: codes `[b, h, s, d]`; where it calibrated, 16 bits.
+        q, k, v: codes `[b, h, s, d]` or, packed, `[t, h, d]`; where it calibrated, 16 bits.
         scales: those of q, k and v, fp32 `[1]`; none where it calibrated.
         out, m, inv: attention's results.
         state: the random state from before it.
@@ -82,55 +60,68 @@ class Saved(NamedTuple):
     state: torch.Tensor | None
 
 
-def _quantized(quantizer: Quantizer, x: torch.Tensor, sequence_first: bool, transpose: bool) -> Quantized:
-    """x `[s, b, h, d]` or `[b, s, h, d]` quantized: codes `[b, h, s, d]`, and a transpose `[b, h, d, s]` if wanted."""
-    first, second, h, d = x.shape
-    if sequence_first:
+def _quantized(
+    quantizer: Quantizer, x: torch.Tensor, layout: str, places: tuple[Any, Any], transpose: bool
+) -> Quantized:
+    """x in its layout quantized: codes `[b, h, s, d]`, and a transpose `[b, h, d, s]` if wanted.
+
+    Packed, x and its codes are `[t, h, d]`, and the transpose is `[h, d, t]`; `places`: its lengths and starts.
+    """
+    rows, (h, d) = x.shape[:-2], x.shape[-2:]
+    tokens = rows.numel()
+    if layout == "thd":
+        row, column = quantizer.quantize_packed(x.reshape(tokens, h * d).contiguous(), *places, transpose)
+        if column is not None:
+            column = column._replace(codes=column.codes[:, :tokens].view(h, d, tokens))
+        return Quantized(row._replace(codes=row.codes.view(x.shape)), column)
+    first, second = rows
+    if layout == "sbhd":
         row, column = quantizer.quantize(x.reshape(first, second * h * d).contiguous(), transpose)
         row = row._replace(codes=row.codes.view(x.shape).permute(1, 2, 0, 3))
         if column is not None:
             column = column._replace(codes=column.codes[:, :first].view(second, h, d, first))
     else:
-        row, column = quantizer.quantize(x.reshape(first * second, h * d).contiguous(), transpose)
+        row, column = quantizer.quantize(x.reshape(tokens, h * d).contiguous(), transpose)
         row = row._replace(codes=row.codes.view(x.shape).permute(0, 2, 1, 3))
         if column is not None:
-            turned = column.codes[:, : first * second].view(h, d, first, second).permute(2, 0, 1, 3)
+            turned = column.codes[:, :tokens].view(h, d, first, second).permute(2, 0, 1, 3)
             column = column._replace(codes=turned)
     return Quantized(row, column)
 
 
-def forward(
-    plan: Plan, context: BlockContext, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+def attend(
+    context: ModuleContext, layout: str, options: Options, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, Saved]:
-    """out, of q's shape; in 16 bits where it calibrates."""
-    of_q, of_k, of_v = [context.modules[0].quantizers[role.name] for role in ROLES]
-    mask, state = context.reads[0], context.random[0]
-    keys_first, fp8 = plan.sequence_first, of_v.fp8
-    if fp8 and not keys_first and k.shape[1] % 16:  # rows of v's transposed codes would start at any byte
-        keys_first, k, v = True, k.transpose(0, 1), v.transpose(0, 1)
-    queries, _ = _quantized(of_q, q, plan.sequence_first, False)
-    keys, _ = _quantized(of_k, k, keys_first, False)
-    seen, seen_t = _quantized(of_v, v, keys_first, fp8)
+    """out `[b, h, s, d]`, or packed as q, of q, k and v in their layout; in 16 bits where it calibrates."""
+    of_q, of_k, of_v = [context.quantizers[role.name] for role in ROLES]
+    of_keys, fp8, dtype = layout, of_v.fp8, q.dtype
+    if fp8 and layout == "bshd" and k.shape[1] % 16:  # rows of v's transposed codes would start at any byte
+        of_keys, k, v = "sbhd", k.transpose(0, 1), v.transpose(0, 1)
+    q_places, kv_places = (options.q_lengths, options.q_starts), (options.kv_lengths, options.kv_starts)
+    queries, _ = _quantized(of_q, q, layout, q_places, False)
+    keys, _ = _quantized(of_k, k, of_keys, kv_places, False)
+    seen, seen_t = _quantized(of_v, v, of_keys, kv_places, fp8)
     of_qk, codes = (queries.codes, keys.codes), (queries.codes, keys.codes, seen.codes)
-    state_before = before(state)
+    state_before = before(options.rng_state)
     scales: Any = ()
     if seen_t is None:
-        out, m, inv = twin.attention(*codes, *plan.equation.options(mask, state))
+        out, m, inv = twin.attention(*codes, *options)
     else:
         scales = (queries.scales, keys.scales, seen.scales)
         operands = (*of_qk, seen_t.codes, *scales)
-        out, m, inv = twin.attention_fp8(*operands, *plan.equation.options(mask, state).of_fp8, q.dtype)
-    # A view must not be returned.
-    return torch.ops.aten._unsafe_view(plan.in_order(out), q.shape), Saved(*codes, scales, out, m, inv, state_before)
+        out, m, inv = twin.attention_fp8(*operands, *options.of_pairs, dtype, *options.of_entries)
+    return out, Saved(*codes, scales, out, m, inv, state_before)
 
 
-def backward(plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor) -> Tensors:
-    """dq, dk, dv."""
-    q, k, v, scales, *results, state_before = saved
-    op = twin.attention_fp8_backward if scales else twin.attention_backward
-    options = plan.equation.options(context.reads[0], state_before).of_fp8
-    operands = (q, k, v, *scales, *results)
-    return tuple([plan.in_order(x) for x in op(plan.heads_first(dense_rows(grad)), *operands, *options)])
+def attend_backward(
+    options: Options, saved: Saved, grad: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dq, dk, dv, of a gradient in the shape of `attend`'s out; the random state of `options` is that of `saved`."""
+    q, k, v, scales, *results, _ = saved
+    operands = (dense_rows(grad), q, k, v, *scales, *results)
+    if not scales:
+        return twin.attention_backward(*operands, *options)
+    return twin.attention_fp8_backward(*operands, *options.of_pairs, *options.of_entries)
 
 
 class FP8Attention(TransformerEngineBaseModule):

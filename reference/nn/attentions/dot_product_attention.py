@@ -342,7 +342,7 @@ class DotProductAttention(ContextGroup, OfCoreAttention, FP8Attention):
             cached, step = inference_params.step_of(self, MASK_TYPES[mask_type][0] != "none", equation.window)
             call = cached_call_of(self, equation, cached, step, x, layout)
         else:
-            call = call_of(self, equation, mask, extras, shape, x, by_torch or fp8 is not None, tokens)
+            call = call_of(self, equation, mask, extras, shape, x, by_torch, tokens)
         if by_torch:
             return attend_by_torch(call, cached, layout, checkpoint_core_attention, *given)
         tensors = given if call.added is None else (*given, call.added)

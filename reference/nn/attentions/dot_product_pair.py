@@ -1,7 +1,7 @@
 """Attention of q, k and v in their layout: the pair of functions of `DotProductAttention`, and a part of the block's.
 
     q, k, v  [s, b, h, d] or [b, s, h, d]    of heads `[b, h, s, d]`, as views
-             [t, h, d] (packed sequences)    as they lie; in FP8 gathered into [b, s, h, d], and out gathered back
+             [t, h, d] (packed sequences)    as they lie
     out      the same layout with v's d      by one of three:
 
     exact    `twin::attention`, with a mask, a bias, ALiBi, sinks, lengths, a cache (`exact_attention.py`)
@@ -24,7 +24,6 @@ from reference.nn.attentions.inference_step import Cached, attended_in_pages, en
 from reference.nn.attentions.no_grad_inputs import NoGradInputs, Tensor
 from reference.nn.core.context import BlockContext, ModuleContext
 from reference.ops.attentions.attention_options import Options
-from reference.ops.attentions.attention_packed import to_sequences, to_tokens
 from reference.ops.library import twin
 from reference.support.nested import Tensors
 
@@ -42,7 +41,7 @@ class Plan(NamedTuple):
         returns_rows: whether `forward` returns m and inv `[b, h, sq]` beside out.
         fp8: the key of the quantizers; None where attention is in 16 bits.
         cached: None, or how keys and values go through a cache; then there is no backward.
-        longest: of packed sequences that are read as they lie the longest ones' queries and keys.
+        longest: of packed sequences the longest ones' queries and keys.
     """
 
     needs: tuple[bool, ...]
@@ -54,11 +53,6 @@ class Plan(NamedTuple):
     fp8: Hashable = None
     cached: Cached | None = None
     longest: tuple[int, int] | None = None
-
-    @property
-    def gathers(self) -> bool:
-        """Whether packed sequences are gathered."""
-        return self.layout == "thd" and self.longest is None
 
     def heads_first(self, x: torch.Tensor) -> torch.Tensor:
         """`[b, h, s, d]` of sequences in their layout; packed ones as they lie."""
@@ -72,17 +66,12 @@ class Plan(NamedTuple):
             return x
         return x.permute(2, 0, 1, 3) if self.layout == "sbhd" else x.permute(0, 2, 1, 3)
 
-    def of_fp8(self) -> attention_fp8.Plan:
-        """The plan of attention in FP8."""
-        return attention_fp8.Plan(self.needs[:3], self.equation, self.fp8, self.layout == "sbhd")
-
 
 class Saved(NamedTuple):
     """What backward reads.
 
     Attributes:
-        q, k, v: as attention read them, in their layout, gathered ones as sequences; None in FP8, where `attended` has
-            codes.
+        q, k, v: as attention read them, in their layout; None in FP8, where `attended` has codes.
         attended: the core's results; with `Plan.recomputes` the random state from before it.
         added: a bias, or sinks.
     """
@@ -95,7 +84,7 @@ class Saved(NamedTuple):
 
 
 def options_of(plan: Plan, reads: NoGradInputs, state: Tensor, added: Tensor) -> Options:
-    """What the ops of exact attention take after q, k and v."""
+    """What the ops of attention take after q, k and v; in FP8 those that they have there, too."""
     found = plan.equation.options(reads.mask, state, added, reads.slopes, reads.q_lengths, reads.kv_lengths)
     if plan.longest is None:
         return found
@@ -113,80 +102,86 @@ def attend(
     k: torch.Tensor,
     v: torch.Tensor,
     added: Tensor,
-) -> tuple[torch.Tensor, Any, tuple[Any, Any, Any]]:
-    """out in q's layout, what is saved of the core (`Saved.attended`), and q, k and v as they are saved.
+    wants_amax: bool = False,
+) -> tuple[torch.Tensor, Any, tuple[Any, Any, Any], Tensor]:
+    """out in q's layout, what is saved of the core (`Saved.attended`), q, k and v as they are saved, and out's amax.
 
-    q, k and v are in their layout; `added`: a bias, or sinks; `fp8`: the context of attention in FP8.
+    q, k and v are in their layout; `added`: a bias, or sinks; `fp8`: the context of attention in FP8. The amax, fp32
+    `[1, 1]`, is None unless it is wanted and found in passing.
     """
+    amax: Tensor = None
     if plan.equation.fp8_kv and reads.step_key_scales is None:  # else they become codes in the cache
         k, v = rounded(k), rounded(v)
-    if plan.gathers:
-        of_q, of_kv = reads.maps()
-        q, k, v = to_sequences(q, of_q), to_sequences(k, of_kv), to_sequences(v, of_kv)
-    kept: tuple[Any, Any, Any] = (q, k, v)
+    kept: tuple[Any, Any, Any] = (None, None, None)
     attended: Any
     if fp8 is None:
+        kept = (q, k, v)
         heads = (plan.heads_first(q), plan.heads_first(k), plan.heads_first(v))
-        out, attended = _attend_by_heads(plan, reads, state, added, *heads)
-        out = plan.in_order(out)
+        out, attended, amax = _attend_by_heads(plan, reads, state, added, *heads, wants_amax)
     else:
-        context = BlockContext((fp8,), (state,), (reads.mask,))
-        out, attended = attention_fp8.forward(plan.of_fp8(), context, q, k, v)
-        kept = (None, None, None)
-    return to_tokens(out, of_q) if plan.gathers else out, attended, kept
+        options = options_of(plan, reads, state, added)
+        out, attended = attention_fp8.attend(fp8, plan.layout, options, q, k, v)
+    return plan.in_order(out), attended, kept, amax
 
 
 def _attend_by_heads(
-    plan: Plan, reads: NoGradInputs, state: Tensor, added: Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-) -> tuple[torch.Tensor, Any]:
-    """out `[b, h, s, d]` and what backward reads of it."""
+    plan: Plan,
+    reads: NoGradInputs,
+    state: Tensor,
+    added: Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    wants_amax: bool,
+) -> tuple[torch.Tensor, Any, Tensor]:
+    """out `[b, h, s, d]`, what backward reads of it, and its amax."""
     equation = plan.equation
     if equation.backend == "cudnn":
-        return torch_attention.cudnn_attend(equation, any(plan.needs), q, k, v)
+        return *torch_attention.cudnn_attend(equation, any(plan.needs), q, k, v), None
     if plan.cached is None:
-        return exact_attention.attend(options_of(plan, reads, state, added), q, k, v)
+        return exact_attention.attend(options_of(plan, reads, state, added), q, k, v, wants_amax)
     if plan.cached.layout == "paged":
         out, m, inv = attended_in_pages(plan.cached, reads.step(), equation, added, q, k, v)
-        return out, exact_attention.Attended(out, m, inv, None)
+        return out, exact_attention.Attended(out, m, inv, None), None
     equation, hidden, qkv = entered(plan.cached, reads.step(), equation, q, k, v)
-    out, attended = exact_attention.attend(equation.options(hidden, state, added), *qkv)
+    out, attended, _ = exact_attention.attend(equation.options(hidden, state, added), *qkv)
     rows = attended._replace(m=attended.m.reshape(q.shape[:3]), inv=attended.inv.reshape(q.shape[:3]))
-    return out.reshape(*q.shape[:3], v.shape[3]), rows
+    return out.reshape(*q.shape[:3], v.shape[3]), rows, None
 
 
 def attend_backward(
-    plan: Plan, reads: NoGradInputs, saved: Saved, fp8: ModuleContext | None, grad: torch.Tensor
-) -> tuple[Any, Any, Any, Tensor]:
-    """The gradients of q, k and v in their layout, and of what is added."""
-    if plan.gathers:
-        of_q, of_kv = reads.maps()
-        grad = to_sequences(grad, of_q)
-    dq: Any
-    dk: Any
-    dv: Any
-    dadded: Tensor = None
+    plan: Plan,
+    reads: NoGradInputs,
+    saved: Saved,
+    fp8: ModuleContext | None,
+    grad: torch.Tensor,
+    wants_amax: bool = False,
+) -> tuple[Any, Any, Any, Tensor, Tensor]:
+    """The gradients of q, k and v in their layout and of what is added, and the amax of the first three (`attend`)."""
+    grad = dense_rows(plan.heads_first(grad))
     if fp8 is not None:
-        context = BlockContext((fp8,), (None,), (reads.mask,))
-        dq, dk, dv = attention_fp8.backward(plan.of_fp8(), context, saved.attended, grad)
-    else:
-        qkv = (plan.heads_first(saved.q), plan.heads_first(saved.k), plan.heads_first(saved.v))
-        *heads, dadded = _backward_by_heads(plan, reads, saved, qkv, dense_rows(plan.heads_first(grad)))
-        dq, dk, dv = map(plan.in_order, heads)
-    if plan.gathers:
-        dq, dk, dv = to_tokens(dq, of_q), to_tokens(dk, of_kv), to_tokens(dv, of_kv)
-    return dq, dk, dv, dadded
+        options = options_of(plan, reads, saved.attended.state, saved.added)
+        heads = attention_fp8.attend_backward(options, saved.attended, grad)
+        dq, dk, dv = (plan.in_order(x).contiguous() for x in heads)  # neighbours in memory, as tapes want results
+        return dq, dk, dv, None, None
+    qkv = (plan.heads_first(saved.q), plan.heads_first(saved.k), plan.heads_first(saved.v))
+    *grads, amax, dadded = _backward_by_heads(plan, reads, saved, qkv, grad, wants_amax)
+    dq, dk, dv = map(plan.in_order, grads)
+    return dq, dk, dv, dadded, amax
 
 
-def _backward_by_heads(plan: Plan, reads: NoGradInputs, saved: Saved, qkv: Qkv, grad: torch.Tensor) -> Any:
-    """dq, dk, dv `[b, h, s, d]`, and the gradient of what is added."""
+def _backward_by_heads(
+    plan: Plan, reads: NoGradInputs, saved: Saved, qkv: Qkv, grad: torch.Tensor, wants_amax: bool
+) -> Any:
+    """dq, dk, dv `[b, h, s, d]`, their amax, and the gradient of what is added."""
     attended, added = saved.attended, saved.added
     if plan.equation.backend == "cudnn":
-        return *torch_attention.cudnn_attend_backward(plan.equation, qkv, attended, grad), None
+        return *torch_attention.cudnn_attend_backward(plan.equation, qkv, attended, grad), None, None
     if plan.recomputes:
         again = None if attended is None else attended.clone()
-        _, attended = exact_attention.attend(options_of(plan, reads, again, added), *qkv)
+        _, attended, _ = exact_attention.attend(options_of(plan, reads, again, added), *qkv)
     options = options_of(plan, reads, attended.state, added)
-    grads = exact_attention.attend_backward(options, qkv, attended, grad)
+    grads = exact_attention.attend_backward(options, qkv, attended, grad, wants_amax)
     if added is None or not plan.needs[3]:
         return *grads, None
     out, m, inv, _ = attended
@@ -200,13 +195,13 @@ def forward(plan: Plan, context: BlockContext, *given: Tensor) -> tuple[Any, Sav
     """out `[.., .., h·d]` or `[t, h·d]` of q, k and v, and of a bias or of sinks; with `returns_rows` (out, m, inv)."""
     fp8 = context.modules[0] if context.modules else None
     tensors: Any = given if len(given) == 4 else (*given, None)
-    out, attended, kept = attend(plan, fp8, context.random[0], NoGradInputs.of(context.reads), *tensors)
+    out, attended, kept, _ = attend(plan, fp8, context.random[0], NoGradInputs.of(context.reads), *tensors)
     # A view must not be returned.
     out = torch.ops.aten._unsafe_view(out.contiguous(), (*out.shape[:-2], out.shape[-2] * out.shape[-1]))
     results = (out, attended.m, attended.inv) if plan.returns_rows else out
     if plan.recomputes:
         attended = attended.state
-    elif not plan.gathers:  # the result itself is saved, and not other views of it: autograd sees a change in place
+    else:  # the result itself is saved, and not other views of it: autograd sees a change in place
         attended = attended._replace(out=out)
     return results, Saved(*kept, attended, tensors[3])
 
@@ -215,7 +210,7 @@ def backward(plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor
     """The gradients of q, k and v, and of what is added, if it is given; m and inv get none: they are looked at."""
     fp8 = context.modules[0] if context.modules else None
     grad = grad.unflatten(-1, (plan.heads, -1))
-    if not plan.gathers and not plan.recomputes:
+    if not plan.recomputes:
         out = plan.heads_first(saved.attended.out.unflatten(-1, (plan.heads, -1)))
         saved = saved._replace(attended=saved.attended._replace(out=out))
     return attend_backward(plan, NoGradInputs.of(context.reads), saved, fp8, grad)[: len(plan.needs)]

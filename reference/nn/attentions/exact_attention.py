@@ -12,6 +12,7 @@ from reference.arguments import MASK_TYPES
 from reference.nn.attentions.heads import dense_rows
 from reference.nn.core.compiled import before
 from reference.ops.attentions.attention import LOWEST
+from reference.ops.attentions.attention_amax import in_passing
 from reference.ops.attentions.attention_options import Options
 from reference.ops.library import twin
 
@@ -61,19 +62,30 @@ class Attended(NamedTuple):
     state: torch.Tensor | None
 
 
-def attend(options: Options, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, Attended]:
-    """out `[b, h, sq, d]` of q `[b, h, sq, d]`, k and v `[b, hkv, skv, d]`, and what `attend_backward` reads."""
-    state_before = before(options.rng_state)
-    out, m, inv = twin.attention(q, k, v, *options)
-    return out, Attended(out, m, inv, state_before)
+def attend(
+    options: Options, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, wants_amax: bool = False
+) -> tuple[torch.Tensor, Attended, torch.Tensor | None]:
+    """out `[b, h, sq, d]` of q `[b, h, sq, d]`, k and v `[b, hkv, skv, d]`, and what `attend_backward` reads.
+
+    With `wants_amax` also out's amax, fp32 `[1, 1]`, where it is found in passing.
+    """
+    state_before, amax = before(options.rng_state), None
+    if wants_amax and in_passing(q, k, v, options):
+        out, m, inv, amax = twin.attention_amax(q, k, v, *options)
+    else:
+        out, m, inv = twin.attention(q, k, v, *options)
+    return out, Attended(out, m, inv, state_before), amax
 
 
 def attend_backward(
-    options: Options, qkv: Qkv, attended: Attended, grad: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq, dk, dv; the random state of `options` is that of `attended`."""
+    options: Options, qkv: Qkv, attended: Attended, grad: torch.Tensor, wants_amax: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """dq, dk, dv, and their amax as in `attend`; the random state of `options` is that of `attended`."""
     out, m, inv, _ = attended
-    return twin.attention_backward(dense_rows(grad), *qkv, out, m, inv, *options)
+    given = (dense_rows(grad), *qkv, out, m, inv, *options)
+    if wants_amax and in_passing(*qkv, options):
+        return twin.attention_backward_amax(*given)  # type: ignore[no-any-return]
+    return *twin.attention_backward(*given), None
 
 
 def max_logit(m: torch.Tensor, inv: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -14,6 +14,15 @@ def dense_rows(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def _laid_out(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """x in a shape, its last dimension as it was; what has to be copied is copied by 8 bytes, not number by number."""
+    each = 8 // x.element_size()
+    apart = (*x.stride()[:-1], x.storage_offset(), x.shape[-1])
+    if each == 1 or x.is_contiguous() or x.stride(-1) != 1 or any(number % each for number in apart):
+        return x.reshape(shape)
+    return x.view(torch.int64).reshape(*shape[:-1], shape[-1] // each).view(x.dtype)
+
+
 class Heads(NamedTuple):
     """Layout of q, k and v in a projection: `[group, part, channel]` if interleaved, else `[part, group, channel]`."""
 
@@ -33,7 +42,7 @@ class Heads(NamedTuple):
         whole = (self.groups, rows) if self.interleaved else (rows, self.groups)
         pieces = mixed.unflatten(-1, (*whole, self.channels)).split(self.parts, dim=-2 if self.interleaved else -3)
         sizes = [(*lead, self.groups * part, self.channels) for part in self.parts]
-        return tuple([piece.reshape(size) for piece, size in zip(pieces, sizes, strict=True)])
+        return tuple([_laid_out(piece, size) for piece, size in zip(pieces, sizes, strict=True)])
 
     def of_groups(self, mixed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q `[tokens, groups, queries, channels]`, k and v `[tokens, groups, channels]` of the projection `[tokens,

@@ -108,6 +108,11 @@ class Plan(NamedTuple):
         """Whether the norm's output is the residual, or a second result."""
         return isinstance(self.first, layernorm_linear.Plan) and self.first.returns_norm
 
+    @property
+    def casts_core_gradients(self) -> bool:
+        """Whether attention's gradients are cast as they are, and together."""
+        return self.rotary is self.norms is self.key_value is None and any(self.first.needs)
+
     def turned(self, x: torch.Tensor, angles: torch.Tensor, reads: NoGradInputs, backward: bool) -> torch.Tensor:
         """q or k in its layout (or its gradient) rotated."""
         step = None if self.core.cached is None else (self.core.cached, reads.step())
@@ -179,14 +184,15 @@ def forward(plan: Plan, context: BlockContext, *tensors: Any) -> tuple[Any, Any]
         h, _, _ = project_out(plan, proj, state, reads, out, proj_w, given.proj_bias, residual)
         return h if plan.adds or not plan.returns_norm else (h, residual), ()
     (q, k, v), residual, saved = project_in(plan, first, of_kv, reads, given, w)
-    out, attended, kept = dot_product_pair.attend(plan.core, modules.core, core_state, reads, q, k, v, given.added)
-    h, saved_proj, dropped = project_out(plan, proj, state, reads, out, proj_w, given.proj_bias, residual)
+    of_core = (plan.core, modules.core, core_state, reads, q, k, v, given.added)
+    out, attended, kept, amax = dot_product_pair.attend(*of_core, proj.gemm.input.reads_amax)
+    h, saved_proj, dropped = project_out(plan, proj, state, reads, out, proj_w, given.proj_bias, residual, amax)
     results = h if plan.adds or not plan.returns_norm else (h, residual)
     if plan.core.cached is not None:
         return results, ()
     mixed, joined = saved.mixed, saved.joined
     q, k, v = kept
-    if plan.core.gathers or modules.core is not None:
+    if modules.core is not None:
         mixed = joined = None
     else:
         rounds, turns = plan.core.equation.fp8_kv, plan.rotary is not None or plan.norms is not None
@@ -247,13 +253,16 @@ def project_out(
     w: Any,
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
+    amax: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, linear.Saved, torch.Tensor | None]:
     """h of attention's result `[.., heads, channels]`, what the projection saves, the random state from before.
 
-    Without `plan.adds` the residual is not read.
+    Without `plan.adds` the residual is not read. `amax`: that of attention's result, if it is known.
     """
     gemm, dtype, dropped = proj.gemm, plan.proj.dtype, before(state)
-    operand = gemm.input.quantize(out.reshape(-1, out.shape[-2] * out.shape[-1]), transpose=plan.proj.needs[1])
+    operand = gemm.input.knowing(amax).quantize(
+        out.reshape(-1, out.shape[-2] * out.shape[-1]), transpose=plan.proj.needs[1]
+    )
     if plan.adds and residual is not None:
         h = fprop_residual(operand, w, bias, residual, Dropout(plan.p, state, reads.kept), dtype, gemm.how)
     else:
@@ -301,10 +310,13 @@ def backward(plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor
         q, k, v = (x if kept is None else kept for x, kept in zip((q, k, v), core[:3], strict=True))
         core = dot_product_pair.Saved(q, k, v, core.attended, core.added)
     by_head = context_grad.view(*plan.shape[:-1], plan.core.heads, plan.heads.channels)
-    dq, dk, dv, dadded = dot_product_pair.attend_backward(plan.core, reads, core, modules.core, by_head)
+    asked = modules.first.gemm.grad.reads_amax and plan.casts_core_gradients
+    found = dot_product_pair.attend_backward(plan.core, reads, core, modules.core, by_head, asked)
+    dq, dk, dv, dadded, amax = found
     past = grad if plan.adds else None
     of_saved = SavedIn(saved.first, None, None, saved.key_value, saved.norms)
-    grads = project_in_backward(plan, modules.first, modules.key_value, reads, of_saved, (dq, dk, dv), past, norm_grads)
+    which = (plan, modules.first, modules.key_value, reads, of_saved)
+    grads = project_in_backward(*which, (dq, dk, dv), past, norm_grads, amax)
     return grads._replace(proj_weight=proj_grads[0], proj_bias=proj_grads[1], added=dadded)[: len(plan.needs)]
 
 
@@ -317,10 +329,12 @@ def project_in_backward(
     grads: tuple[Any, Any, Any],
     past: torch.Tensor | None,
     norm_grads: Any,
+    amax: torch.Tensor | None = None,
 ) -> Given:
     """The gradients of all but the projection after attention and what is added; `mixed` and `joined` are not read.
 
-    `grads`: of q, k and v; `past`: the gradient that reaches the residual; `norm_grads`: of norm(x), if it is returned.
+    `grads`: of q, k and v; `past`: the gradient that reaches the residual; `norm_grads`: of norm(x), if it is returned;
+    `amax`: that of `grads`, where it is known and they are cast as they are.
     """
     dq, dk, dv = grads
     norms = plan.norms
@@ -338,7 +352,7 @@ def project_in_backward(
         of_query, *of_joined = pieces
         of_kv = _key_value_grads(plan, plan.key_value, key_value, saved.key_value, of_joined)
         pieces = [of_query]
-    of_x = _first_grads(plan, first, saved.first, pieces, past, norm_grads)
+    of_x = _first_grads(plan, first, saved.first, pieces, past, norm_grads, amax)
     return Given(*[*of_x, None, None, *of_kv, None, *of_norms])
 
 
@@ -349,15 +363,16 @@ def _first_grads(
     pieces: list[torch.Tensor],
     past: torch.Tensor | None,
     norm_grads: Any,
+    amax: torch.Tensor | None,
 ) -> Tensors:
-    """The gradients of x, γ, β, w and b, computed from those of q, k and v, or of q.
+    """The gradients of x, γ, β, w and b, computed from those of q, k and v, or of q, whose amax may be known.
 
     `past`: the gradient that reaches the residual; `norm_grads`: of norm(x), if it is a second result.
     """
     first, needs = plan.first, plan.first.needs
     if not any(needs):
         return None, None, None, None, None
-    quantizer, (transpose, dbias) = context.gemm.grad, needs[-2:]
+    quantizer, (transpose, dbias) = context.gemm.grad.knowing(amax), needs[-2:]
     if len(pieces) > 1:
         g, db = quantizer.joined_grad(pieces, plan.heads.rows, transpose, dbias)
     else:

@@ -103,7 +103,7 @@ def prepared(
     is_exact = dtype != torch.float32 and core.attention_backend == "exact"  # spares most layers the call
     of_torch = not is_exact and multihead_around_torch.by_torch(module, dtype, recomputes)
     fp8 = None if of_torch else context_of(core, dtype, x.device, run)
-    call, cached = _called(module, equation, x, source, mask, angles, extras, of_torch or fp8 is not None)
+    call, cached = _called(module, equation, x, source, mask, angles, extras, of_torch)
     equation, reads, added, longest = call
     core_state = None if of_torch else core.random_state(x, equation)
     contexts.append(proj.context(dtype, is_first_microbatch, run))

@@ -1,12 +1,9 @@
-"""Packed sequences, qkv_format "thd": tokens `[t, h, d]`, as attention in 16 bits reads them or gathered.
+"""Packed sequences, qkv_format "thd": tokens `[t, h, d]` gathered for PyTorch's own attention.
 
-`reference.ops.attentions.attention_packed` says where sequences lie, and its ops read them there. Attention in FP8
-and PyTorch's own read sequences `[b, s, h, d]` that lie at equal distances. For these, packed ones are gathered: a
+`reference.ops.attentions.attention_packed` says where sequences lie, and the ops of attention read them there.
+PyTorch's own, in fp32, reads sequences `[b, s, h, d]` that lie at equal distances. For it, packed ones are gathered: a
 place after a sequence's end has zeros, and so has a token that is in no sequence. A gradient goes the other way; each
 number has one place at most.
-
-In FP8 this is more than a matter of the kernel: q, k and v are cast there, and the amaxes of delayed scales are those
-of the sequences' tokens alone. A cast of tokens where they lie would see those that are in none.
 """
 
 from typing import NamedTuple

@@ -24,6 +24,7 @@ from reference.nn.core import compiled
 from reference.nn.core.context import BlockContext, ModuleContext
 from reference.ops.library import twin
 from reference.ops.random.dropout import state_or_none
+from reference.state import gradient_places
 from reference.state.threads import here
 from reference.support import transforms
 from reference.support.nested import Tensors, flatten, rebuild
@@ -56,6 +57,7 @@ class Runner:
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, type(None))  # no weight that is kept in FP8
 _PLAIN_SET = frozenset(_PLAIN)
+_FIRST = 6  # arguments of `_Pair.forward` before the tensors
 _plain = Runner()
 runner = _plain
 
@@ -114,7 +116,12 @@ class _Pair(torch.autograd.Function):
             freshen(ctx.kept)
         if not _PLAIN_SET.issuperset(map(type, grads)):  # a quantized gradient: it is read
             grads = tuple([g.numbers() if isinstance(g, QuantizedTensor) else g for g in grads])
-        results = _runner().backward(ctx.backward_function, ctx.plan, ctx.context, saved, grads, ctx.note)
+        if gradient_places.offered and not compiling and ctx.rows is None:
+            gradient_places.here.taken = gradient_places.take(ctx, _FIRST)
+        try:
+            results = _runner().backward(ctx.backward_function, ctx.plan, ctx.context, saved, grads, ctx.note)
+        finally:
+            gradient_places.here.taken = ()
         if ctx.updates:
             compiled.update_gradient_scales(ctx.context.stateful)
         if ctx.rows is not None:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from reference.arguments import check_arguments
 from reference.nn.core.parameters import InitMethod
+from reference.parallel import messages
 from reference.parallel.ordered_reduce import shapes_on_ranks
 from reference.parallel.tensor import Shared, cut_of, part_of
 from reference.parallel.tokens import BLOCK, Tokens, can_be_gathered
@@ -28,6 +29,9 @@ def check_same_on_ranks(layer: str, argument: str, x: torch.Tensor, group: str) 
     If one is, its rank goes on, and the other's comparison meets another collective. In neither case is anything
     refused, and NCCL does not check sizes: there may be an error, its timeout, or wrong numbers.
     """
+    peers = messages.of_group(group, x.device)
+    if peers is not None:
+        peers.beat()
     known, key = _SAME.setdefault(groups.group_of(group), set()), (layer, argument, tuple(x.shape))
     if x.is_cuda and key in known:
         return

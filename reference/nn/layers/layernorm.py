@@ -20,7 +20,8 @@ from reference.nn.core.context import BlockContext
 from reference.nn.core.module import TransformerEngineBaseModule
 from reference.nn.core.parameters import DeviceDefault, parameter_dtype
 from reference.ops.library import twin
-from reference.parallel.ordered_reduce import gathered_rows
+from reference.ops.norms.norm import block_rows
+from reference.parallel.ordered_reduce import gathering, ranks_of
 from reference.recipes.quantized import Accumulation, as_dtype, rows_of
 from reference.recipes.quantizer import NormPlan
 from reference.state.target_device import probe_target
@@ -55,6 +56,47 @@ class Saved(NamedTuple):
     rstd: torch.Tensor
 
 
+def begin_norm_backward(
+    norm: NormPlan,
+    grad: torch.Tensor,
+    saved: Saved,
+    residual_grad: torch.Tensor | None = None,
+    how: Accumulation = WHOLE,
+) -> tuple[torch.Tensor, Callable[[], Tensors]]:
+    """dx (+ residual_grad), and what gives dγ, dβ (None for RMSNorm).
+
+    Where ranks have rows of their own (`how`), dγ and dβ are the sums over all rows, on every rank. What they need of
+    other ranks is under way until they are asked for, which is best done after something else is launched.
+    """
+    given = (grad, *saved, norm.zero_centered, norm.kind, residual_grad)
+    group = how.shared.group if how.shared is not None and how.shared.sequence else None
+    count = 0 if group is None else block_rows(ranks_of(group)[1] * len(grad))
+    if group is not None and len(grad) % count == 0:  # whole blocks of the sums over all rows
+        dx, sums = twin.norm_backward_part(*given, count)
+        blocks = [gathering(group, one) for one in sums]
+        return dx, lambda: _by_name(*[twin.norm_total(one.rows(), saved.gamma.dtype) for one in blocks])
+    dx, dweight, dbias = twin.norm_backward(*given)
+    rows: list[Callable[[], torch.Tensor]] = []
+    x, gamma, mean, rstd = saved
+    if how.tokens is not None:
+        rows = [functools.partial(how.tokens.gathered, one) for one in (grad, x, mean, rstd)]
+    if group is not None:
+        rows = [gathering(group, one).rows for one in (grad, x, mean, rstd)]
+    if not rows:
+        return dx, lambda: _by_name(dweight, dbias if dbias.numel() else None)
+
+    def of_parameters() -> Tensors:
+        g, of_all, means, rstds = (one() for one in rows)
+        _, of_gamma, of_beta = twin.norm_backward(g, of_all, gamma, means, rstds, norm.zero_centered, norm.kind, None)
+        return _by_name(of_gamma, of_beta if of_beta.numel() else None)
+
+    return dx, of_parameters
+
+
+def _by_name(of_gamma: torch.Tensor, of_beta: torch.Tensor | None = None) -> Tensors:
+    return of_gamma, of_beta
+
+
 def norm_backward(
     norm: NormPlan,
     grad: torch.Tensor,
@@ -62,19 +104,9 @@ def norm_backward(
     residual_grad: torch.Tensor | None = None,
     how: Accumulation = WHOLE,
 ) -> Tensors:
-    """dx (+ residual_grad), dγ, dβ (None for RMSNorm).
-
-    Where ranks have rows of their own (`how`), dγ and dβ are the sums over all rows, on every rank.
-    """
-    dx, dweight, dbias = twin.norm_backward(grad, *saved, norm.zero_centered, norm.kind, residual_grad)
-    gathered = None if how.tokens is None else how.tokens.gathered
-    if how.shared is not None and how.shared.sequence:
-        gathered = functools.partial(gathered_rows, how.shared.group)
-    if gathered is not None:
-        x, gamma, mean, rstd = saved
-        grad, x, mean, rstd = (gathered(one) for one in (grad, x, mean, rstd))
-        _, dweight, dbias = twin.norm_backward(grad, x, gamma, mean, rstd, norm.zero_centered, norm.kind, None)
-    return dx, dweight, dbias if norm.kind == "layernorm" else None
+    """dx, dγ, dβ of `begin_norm_backward`."""
+    dx, of_parameters = begin_norm_backward(norm, grad, saved, residual_grad, how)
+    return (dx, *of_parameters())
 
 
 def register_norm(layer: Any, hidden: int, dtype: torch.dtype, device: torch.device) -> None:

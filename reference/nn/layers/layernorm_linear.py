@@ -18,7 +18,7 @@ from reference.nn.core.parameters import InitMethod, Split
 from reference.nn.layers import layernorm
 from reference.nn.layers.layernorm import (
     KINDS,
-    norm_backward,
+    begin_norm_backward,
     norm_plan,
     parameters,
     register_norm,
@@ -118,13 +118,15 @@ def quantized_backward(
 ) -> Tensors:
     """Gradients of x, γ, β, w from a quantized dL/dy; `residual_grad` is the gradient that reaches x past the norm."""
     wants, gemm = plan.wants, context.gemm
-    dx = dgamma = dbeta = None
+    dx = dgamma = dbeta = of_norm = None
     if wants.normed:
         dnorm = dgrad(g, saved.w, plan.dtype, gemm.how)
         if norm_grad:
             dnorm = dnorm + norm_grad[0]
-        dx, dgamma, dbeta = norm_backward(plan.norm, dnorm, saved.norm, residual_grad, gemm.how)
+        dx, of_norm = begin_norm_backward(plan.norm, dnorm, saved.norm, residual_grad, gemm.how)
     dw = context.weight_grad(gemm, g, saved.normed, plan.dtype) if wants.weight else None
+    if of_norm is not None:
+        dgamma, dbeta = of_norm()
     return dx, dgamma, dbeta, dw
 
 

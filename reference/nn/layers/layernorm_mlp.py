@@ -24,7 +24,7 @@ from reference.nn.core.parameters import InitMethod, forked, parameter_dtype
 from reference.nn.layers import layernorm
 from reference.nn.layers.layernorm import (
     KINDS,
-    norm_backward,
+    begin_norm_backward,
     norm_plan,
     parameters,
     register_norm,
@@ -145,18 +145,20 @@ def backward(
     wants, dtype = plan.wants, plan.dtype
     g, db2 = fc2.grad.grad(grads[0].contiguous(), transpose=wants.fc2_weight, dbias=wants.fc2_bias)
     dw2 = context.weight_grad(fc2, g, saved.a, dtype) if wants.fc2_weight else None
-    dx = dgamma = dbeta = dw1 = db1 = None
+    dx = dgamma = dbeta = dw1 = db1 = of_norm = None
     if saved.h is not None and saved.w2 is not None:
         activation = ActivationPlan(plan.activation, dtype, fc2.how)
         dh, db1 = fc1.grad.activation_grad(
             g, saved.w2, saved.h, activation, transpose=wants.fc1_weight, dbias=wants.fc1_bias
         )
-        dw1 = context.weight_grad(fc1, dh, saved.normed, dtype) if wants.fc1_weight else None
         if wants.normed:
             dnorm = dgrad(dh, saved.w1, dtype, fc1.how)
             if len(grads) > 1:
                 dnorm = dnorm + grads[1]
-            dx, dgamma, dbeta = norm_backward(plan.norm, dnorm, saved.norm, residual_grad, fc1.how)
+            dx, of_norm = begin_norm_backward(plan.norm, dnorm, saved.norm, residual_grad, fc1.how)
+        dw1 = context.weight_grad(fc1, dh, saved.normed, dtype) if wants.fc1_weight else None
+        if of_norm is not None:
+            dgamma, dbeta = of_norm()
     return dx, dgamma, dbeta, dw1, db1, dw2, db2
 
 

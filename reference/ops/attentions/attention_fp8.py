@@ -32,6 +32,17 @@ Why so:
 
 NaN codes make the rows that see them NaN; a NaN in v also reaches the rows of its key blocks that do not see it, whose
 weight 0 it is multiplied by.
+
+With lengths (`reference.ops.attentions.attention_lengths`) and starts (`reference.ops.attentions.attention_packed`) an
+entry of the batch is attention of its own queries and keys alone, as there:
+
+    attention of [t, h, d]   =   to_tokens(attention of to_sequences([t, h, d]) with the lengths)
+
+bit by bit, where v_t is `[hkv, d, s]` and the places after a sequence's end have the code 0x00. So a sequence's words
+are those that it has in a padded batch with a mask that hides all else, where v has no NaN: a NaN reaches the rows
+whose blocks of keys a mask leaves to visit and lengths do not. (One more difference is the sign of a zero. A mask's
+blocks add +0 to O after the sequence's own. Where an element of O has underflowed to -0, which needs a weight below
+2^-120 for all that it sums, that makes it +0; with lengths it stays -0.)
 """
 
 from typing import Any
@@ -56,8 +67,16 @@ from reference.ops.attentions.attention import (
     visited,
 )
 from reference.ops.attentions.attention_heads import Heads, together
-from reference.ops.attentions.attention_lengths import entries
+from reference.ops.attentions.attention_lengths import check_lengths, entries
 from reference.ops.attentions.attention_options import Options
+from reference.ops.attentions.attention_packed import (
+    by_heads,
+    check_packed,
+    check_places,
+    gathered,
+    scattered,
+    sizes,
+)
 from reference.ops.library import define
 from reference.ops.random.dropout import check_dropout, keep_scale, threshold
 from reference.support.numba_jit import fma, jit
@@ -69,10 +88,24 @@ HEADROOM = np.float32(8)
 """By how much m lies below the largest exponent: weights reach up to 2^8, of E4M3's 448."""
 
 
+def by_columns(v_t: torch.Tensor) -> torch.Tensor:
+    """v_t `[b, hkv, d, skv]` as it is; packed `[hkv, d, s]` as `[1, hkv, d, s]`."""
+    return v_t if v_t.dim() == 4 else v_t.unsqueeze(0)
+
+
 def check_codes(
-    op: str, v_name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *scale_invs: torch.Tensor
+    op: str,
+    v_name: str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    options: Options,
+    *scale_invs: torch.Tensor,
 ) -> None:
     """Refuse what are not codes of one attention, with their scale_invs; v may be "v" or, transposed, "v_t"."""
+    check_packed(op, q, k, v, options)
+    if options.packed:
+        q, k, v = by_heads(q), by_heads(k), by_heads(v) if v_name == "v" else by_columns(v)
     for name, x in (("q", q), ("k", k), (v_name, v)):
         if x.dim() != 4:
             raise ValueError(f"{op}: {name} must be 4-D; got {list(x.shape)}.")
@@ -109,10 +142,12 @@ def check_options(
     options: Options,
 ) -> None:
     """Refuse what attention does not accept besides its tensors."""
+    b, h, _, sq, skv = sizes(q, k, options)
     check_scale(op, options.scale)
-    check_mask(op, (*q.shape[:3], k.shape[2]), q.device, options.mask_type, options.mask)
+    check_mask(op, (b, h, sq, skv), q.device, options.mask_type, options.mask)
     check_window(op, options.left, options.right)
     check_dropout(op, "q", q, options.dropout, options.rng_state, place=(3,))
+    check_lengths(op, b, q.device, options.q_lengths, options.kv_lengths)
 
 
 def outputs(
@@ -122,15 +157,21 @@ def outputs(
     q_scale_inv: torch.Tensor,
     k_scale_inv: torch.Tensor,
     v_scale_inv: torch.Tensor,
-    *options: Any,
+    *given: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    op, (*others, out_dtype) = "twin::attention_fp8", options
-    check_codes(op, "v_t", q, k, v_t, q_scale_inv, k_scale_inv, v_scale_inv)
-    check_options(op, q, k, Options(*others))
+    op, (options, out_dtype) = "twin::attention_fp8", of_call(given)
+    check_codes(op, "v_t", q, k, v_t, options, q_scale_inv, k_scale_inv, v_scale_inv)
+    check_options(op, q, k, options)
     if out_dtype not in (torch.bfloat16, torch.float16):
         raise ValueError(f"{op}: out_dtype must be torch.bfloat16 or torch.float16; got {out_dtype}.")
-    row = q.new_empty(q.shape[:3], dtype=torch.float32)
+    b, h, _, sq, _ = sizes(q, k, options)
+    row = q.new_empty((b, h, sq), dtype=torch.float32)
     return torch.empty_like(q, dtype=out_dtype), row, torch.empty_like(row)
+
+
+def of_call(given: tuple[Any, ...]) -> tuple[Options, torch.dtype]:
+    """The options of a call, and the dtype of its result: what follows the scale_invs."""
+    return Options.of_fp8(*given[:7], *given[8:]), given[7]
 
 
 @jit
@@ -198,6 +239,12 @@ def attention_fp8(
     dropout: float,
     rng_state: torch.Tensor | None,
     out_dtype: torch.dtype,
+    q_lengths: torch.Tensor | None = None,
+    kv_lengths: torch.Tensor | None = None,
+    q_starts: torch.Tensor | None = None,
+    kv_starts: torch.Tensor | None = None,
+    longest_q: int | None = None,
+    longest_kv: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """softmax(q kᵀ · scale) v -> (out `[b, h, sq, d]` of out_dtype, m fp32 `[b, h, sq]`, inv fp32 `[b, h, sq]`).
 
@@ -208,21 +255,32 @@ def attention_fp8(
         q_scale_inv, k_scale_inv, v_scale_inv: fp32 `[1]`, what a code of each is multiplied by.
         scale, mask_type, left, right, mask, dropout, rng_state: as in `twin::attention`.
         out_dtype: bfloat16 or float16.
+        q_lengths, kv_lengths, q_starts, kv_starts, longest_q, longest_kv: as in `twin::attention`. With starts q, k and
+            out are packed, `[tokens, heads, d]`, and v_t is `[hkv, d, tokens]`.
     """
-    options = (scale, mask_type, left, right, mask, dropout, rng_state, out_dtype)
-    out, m, inv = outputs(q, k, v_t, q_scale_inv, k_scale_inv, v_scale_inv, *options)
+    of_pairs = (scale, mask_type, left, right, mask, dropout, rng_state)
+    of_entries = (q_lengths, kv_lengths, q_starts, kv_starts, longest_q, longest_kv)
+    scale_invs, options = (q_scale_inv, k_scale_inv, v_scale_inv), Options.of_fp8(*of_pairs, *of_entries)
+    out, m, inv = outputs(q, k, v_t, *scale_invs, *of_pairs, out_dtype, *of_entries)
+    if options.packed:
+        check_places("twin::attention_fp8", options, (q.shape[0], k.shape[0]))
+        padded, (q,), (k, v), (of_q, _) = gathered(options, (q,), (k, v_t.permute(2, 0, 1)))
+        codes = (q, k, v.transpose(2, 3).contiguous())
+        given: tuple[Any, ...] = (*padded.of_pairs, out_dtype, *padded.of_entries)
+        in_sequences, m, inv = attention_fp8(*codes, *scale_invs, *given)
+        return out.copy_(scattered(in_sequences, of_q)), m, inv
     b, h, sq, _ = q.shape
     skv, group = k.shape[2], h // k.shape[1]
-    seeing = limits(mask_type, left, right, sq, skv)
+    out.zero_(), m.fill_(float(LOWEST)), inv.zero_()  # of queries beyond a length
     of_scores, last = torch.tensor([factor(scale), keep_scale(dropout)], dtype=torch.float32, device="cpu")
     c = np.float32((of_scores * (q_scale_inv * k_scale_inv)).item())
 
     def of_heads(some: Heads) -> None:
         keep = keep_pairs(some.first, some.count, sq, skv, dropout, rng_state)
-        of_keys = some.to_keys(group)
-        tensors = some.of(q), of_keys.of(k), of_keys.of(v_t)
-        for rows in blocks(sq):
-            seen = visited(rows.start, sq, skv, seeing)
+        of_keys, (queries, keys) = some.to_keys(group), some.shape[2:]
+        tensors, seeing = (some.of(q), of_keys.of(k), of_keys.of(v_t)), limits(mask_type, left, right, queries, keys)
+        for rows in blocks(queries):
+            seen = visited(rows.start, queries, keys, seeing)
             hidden = [hidden_pairs(some, seeing, rows, block) for block in seen]
             of_rows = (tensors[0][:, rows], *tensors[1:], c, seen, hidden, None if keep is None else keep[:, rows])
             total, largest, inverses = _query_block(*of_rows)
@@ -230,7 +288,7 @@ def attention_fp8(
             factors = (inverses * last) * v_scale_inv
             out[some.batch, some.head, rows] = (total * factors[..., None]).to(out_dtype)
 
-    found = entries("twin::attention_fp8", (b, h, sq, skv), mask, None, None, None)
+    found = entries("twin::attention_fp8", (b, h, sq, skv), mask, None, q_lengths, kv_lengths)
     each(of_heads, [(some,) for some in together(found, h)])
     if threshold(dropout):
         assert rng_state is not None

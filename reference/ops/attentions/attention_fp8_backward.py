@@ -18,6 +18,7 @@ import torch
 from reference.ops.attentions import attention_backward as in_16_bits
 from reference.ops.attentions.attention_fp8 import check_codes, check_options
 from reference.ops.attentions.attention_options import Options
+from reference.ops.attentions.attention_packed import sizes
 from reference.ops.library import define
 
 
@@ -39,12 +40,13 @@ def outputs(
     inv: torch.Tensor,
     *options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    op = "twin::attention_fp8_backward"
-    check_codes(op, "v", q, k, v, q_scale_inv, k_scale_inv, v_scale_inv)
-    check_options(op, q, k, Options(*options))
+    op, found = "twin::attention_fp8_backward", Options.of_fp8(*options)
+    check_codes(op, "v", q, k, v, found, q_scale_inv, k_scale_inv, v_scale_inv)
+    check_options(op, q, k, found)
     if grad.dtype not in (torch.bfloat16, torch.float16):
         raise ValueError(f"{op}: grad is {grad.dtype}; torch.bfloat16 and torch.float16 are accepted.")
-    in_16_bits.check_results(op, q, v, grad.dtype, grad, out, m, inv)
+    b, h, _, sq, _ = sizes(q, k, found)
+    in_16_bits.check_results(op, q, v, grad.dtype, grad, out, m, inv, (b, h, sq))
     return tuple([torch.empty_like(x, dtype=grad.dtype) for x in (q, k, v)])  # type: ignore[return-value]
 
 
@@ -67,6 +69,12 @@ def attention_fp8_backward(
     mask: torch.Tensor | None,
     dropout: float,
     rng_state: torch.Tensor | None,
+    q_lengths: torch.Tensor | None = None,
+    kv_lengths: torch.Tensor | None = None,
+    q_starts: torch.Tensor | None = None,
+    kv_starts: torch.Tensor | None = None,
+    longest_q: int | None = None,
+    longest_kv: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """-> (dq `[b, h, sq, d]`, dk and dv `[b, hkv, skv, d]`), of grad's dtype.
 
@@ -75,10 +83,11 @@ def attention_fp8_backward(
         q, k, v: the codes; v is not transposed here, `[b, hkv, skv, d]`.
         out, m, inv: the forward's results.
         rng_state: the state from before the forward; it is not advanced.
-        the others: those of the forward.
+        the others: those of the forward. With starts all tensors of `[b, h, s, d]` are packed, `[tokens, heads, d]`.
     """
-    options = (scale, mask_type, left, right, mask, dropout, rng_state)
+    first = (scale, mask_type, left, right, mask, dropout, rng_state)
+    options = (*first, q_lengths, kv_lengths, q_starts, kv_starts, longest_q, longest_kv)
     outputs(grad, q, k, v, q_scale_inv, k_scale_inv, v_scale_inv, out, m, inv, *options)
     pairs = ((q, q_scale_inv), (k, k_scale_inv), (v, v_scale_inv))
     q, k, v = (dequantized(codes, scale_inv, grad.dtype) for codes, scale_inv in pairs)
-    return in_16_bits.attention_backward(grad, q, k, v, out, m, inv, *options)
+    return in_16_bits.attention_backward(grad, q, k, v, out, m, inv, *Options.of_fp8(*options))

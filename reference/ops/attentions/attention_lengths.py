@@ -37,15 +37,19 @@ def check_lengths(
 ) -> None:
     """Refuse lengths that are not contiguous int32 `[batch]` on q's device."""
     for name, x in (("q_lengths", q_lengths), ("kv_lengths", kv_lengths)):
-        if x is None:
-            continue
-        if x.dtype != torch.int32 or x.shape != (batch,) or not x.is_contiguous():
-            raise ValueError(
-                f"{op}: {name} must be contiguous torch.int32 [{batch}], one number for each entry of the batch; "
-                f"got {x.dtype} {list(x.shape)}."
-            )
-        if x.device != device:
-            raise ValueError(f"{op}: {name} is on {x.device}, q on {device}.")
+        if x is not None:
+            check_one(op, name, x, batch, device, "q")
+
+
+def check_one(op: str, name: str, x: torch.Tensor, batch: int, device: torch.device, data: str) -> None:
+    """Refuse lengths that are not contiguous int32 `[batch]` on the device of what is called `data`."""
+    if x.dtype != torch.int32 or x.shape != (batch,) or not x.is_contiguous():
+        raise ValueError(
+            f"{op}: {name} must be contiguous torch.int32 [{batch}], one number for each entry of the batch; "
+            f"got {x.dtype} {list(x.shape)}."
+        )
+    if x.device != device:
+        raise ValueError(f"{op}: {name} is on {x.device}, {data} on {device}.")
 
 
 def _numbers(op: str, name: str, x: torch.Tensor | None, batch: int, most: int) -> list[int]:

@@ -1,6 +1,6 @@
 """What attention takes besides q, k and v: one frozen object from a layer's plan to a kernel's arguments."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -53,12 +53,25 @@ class Options(NamedTuple):
 
     def of_rows(self) -> "Options":
         """What statistics of a query depend on: not on lengths, unless they say where it lies."""
-        return self.unbiased() if self.packed else Options(*self.of_fp8)
+        found = self.unbiased()
+        return found if self.packed else found._replace(q_lengths=None, kv_lengths=None)
 
     @property
-    def of_fp8(self) -> tuple[float, str, int, int, Tensor, float, Tensor]:
-        """Those that `twin::attention_fp8` takes, too, in its order."""
+    def of_pairs(self) -> tuple[float, str, int, int, Tensor, float, Tensor]:
+        """The first ones, as far as `twin::attention_fp8` takes them, too, in its order."""
         return self.scale, self.mask_type, self.left, self.right, self.mask, self.dropout, self.rng_state
+
+    @property
+    def of_entries(self) -> tuple[Tensor, Tensor, Tensor, Tensor, int | None, int | None]:
+        """Where entries of a batch lie, and how long they are: the last ones of `twin::attention_fp8`, in its order."""
+        return self.q_lengths, self.kv_lengths, self.q_starts, self.kv_starts, self.longest_q, self.longest_kv
+
+    @staticmethod
+    def of_fp8(
+        scale: float, mask_type: str, left: int, right: int, mask: Tensor, dropout: float, rng_state: Tensor, *more: Any
+    ) -> "Options":
+        """Of a call of `twin::attention_fp8_backward`, or of the forward without its dtype: the two above."""
+        return Options(scale, mask_type, left, right, mask, dropout, rng_state, None, None, None, *more)
 
     def unbiased(self) -> "Options":
         """Without what is added to the scores or to their sums."""

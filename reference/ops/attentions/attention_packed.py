@@ -14,6 +14,10 @@ padded call, `[b, h, longest_q]` and so on, and dropout its random bits.
 Nothing is gathered on a GPU. A kernel's copies begin at a sequence's first row; they may bring rows of the next
 sequence, which the kernels treat as they treat padding: NaN and infinities in it do not matter.
 
+In FP8 (`reference.ops.attentions.attention_fp8`) codes lie so, and v's transposed ones as `[hkv, d, s]`. The casts that
+make them (`twin::cast`, `twin::cast_transpose`) take lengths and starts, too: what is in no sequence has no part in an
+amax.
+
 On a GPU, where nothing waits to look at them, a start or a length outside of its range counts as the nearest number
 inside.
 """
@@ -65,6 +69,11 @@ def _positions(
     return batch, position.clamp(min=0, max=max(longest - 1, 0)), alone
 
 
+def alone_rows(lengths: torch.Tensor, starts: torch.Tensor, rows: int) -> torch.Tensor:
+    """Which of so many rows are in no sequence, bool `[rows]`."""
+    return _positions(lengths.long(), starts, 1, rows)[2]
+
+
 def to_sequences(x: torch.Tensor, maps: Maps) -> torch.Tensor:
     """x `[t, h, d]` as `[b, s, h, d]`, zeros after each sequence."""
     return _moved(x, maps.token, maps.vacant)
@@ -80,8 +89,9 @@ def _moved(x: torch.Tensor, source: torch.Tensor, none: torch.Tensor) -> torch.T
     shape = (*source.shape, *x.shape[1:])
     if not x.numel():
         return x.new_zeros(shape)
-    rows = x.index_select(0, source.reshape(-1))
-    return rows.masked_fill_(none.reshape(-1, 1, 1), 0.0).view(shape)
+    is_fp8 = x.element_size() == 1  # codes, of which 0x00 is +0
+    rows = (x.view(torch.uint8) if is_fp8 else x).index_select(0, source.reshape(-1))
+    return rows.masked_fill_(none.reshape(-1, 1, 1), 0.0).view(x.dtype).view(shape)
 
 
 def by_heads(x: torch.Tensor) -> torch.Tensor:
@@ -120,13 +130,15 @@ def check_packed(op: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, opt
                 f"{op}: {name} must be 3-D, [tokens, heads, head_dim], with q_starts; got {list(x.shape)}."
             )
     for name in names[:2]:
-        _check_starts(op, name, given[name], given["q_starts"], q.device)
+        check_starts(op, name, given[name], given["q_starts"], q.device)
     for name in names[2:4]:
         if given[name] < 0:
             raise ValueError(f"{op}: {name}={given[name]}; the longest sequence's tokens, 0 or more, are accepted.")
 
 
-def _check_starts(op: str, name: str, x: torch.Tensor, like: torch.Tensor, device: torch.device) -> None:
+def check_starts(
+    op: str, name: str, x: torch.Tensor, like: torch.Tensor, device: torch.device, data: str = "q"
+) -> None:
     """Refuse starts that are not contiguous int32 `[b + 1]`, as many as `like` has."""
     batch = like.shape[0] - 1 if like.dim() == 1 else 0
     if x.dtype != torch.int32 or x.shape != (batch + 1,) or not x.is_contiguous() or batch < 1:
@@ -135,7 +147,7 @@ def _check_starts(op: str, name: str, x: torch.Tensor, like: torch.Tensor, devic
             f"got {x.dtype} {list(x.shape)}."
         )
     if x.device != device:
-        raise ValueError(f"{op}: {name} is on {x.device}, q on {device}.")
+        raise ValueError(f"{op}: {name} is on {x.device}, {data} on {device}.")
 
 
 def check_one_side(
@@ -149,7 +161,7 @@ def check_one_side(
             f"{op}: grad must be 3-D, [tokens, heads, head_dim], with q_starts, and m [b, h, sq]; got "
             f"{list(grad.shape)} and {list(m.shape)}."
         )
-    _check_starts(op, "q_starts", q_starts, q_starts, grad.device)
+    check_starts(op, "q_starts", q_starts, q_starts, grad.device)
     batch = q_starts.shape[0] - 1
     check_lengths(op, batch, grad.device, q_lengths, None)
     return batch, grad.shape[1], m.shape[2]
@@ -158,13 +170,19 @@ def check_one_side(
 def check_places(op: str, options: Options, tokens: tuple[int, int]) -> None:
     """Refuse sequences that overlap, or lie outside of the tokens of queries and of keys. It waits for the device."""
     for side, rows in zip(("q", "kv"), tokens, strict=True):
-        starts, lengths = (getattr(options, f"{side}_{name}").long() for name in ("starts", "lengths"))
-        fits = bool((starts[0] >= 0) & (starts[-1] <= rows) & (starts[:-1] + lengths <= starts[1:]).all())
-        if not fits:
-            raise ValueError(
-                f"{op}: {side}_starts is {starts.tolist()} with the lengths {lengths.tolist()}; sequences one after "
-                f"the other among {rows} tokens are accepted."
-            )
+        starts, lengths = getattr(options, f"{side}_starts"), getattr(options, f"{side}_lengths")
+        check_rows(op, f"{side}_", starts, lengths, rows)
+
+
+def check_rows(op: str, side: str, starts: torch.Tensor, lengths: torch.Tensor, rows: int) -> None:
+    """`check_places` of one side, whose name is "" or begins that of its starts."""
+    starts, lengths = starts.long(), lengths.long()
+    apart = (lengths >= 0) & (starts[:-1] + lengths <= starts[1:])
+    if not bool((starts[0] >= 0) & (starts[-1] <= rows) & apart.all()):
+        raise ValueError(
+            f"{op}: {side}starts is {starts.tolist()} with the lengths {lengths.tolist()}; sequences one after "
+            f"the other among {rows} tokens are accepted."
+        )
 
 
 def gathered(

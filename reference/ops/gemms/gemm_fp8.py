@@ -23,15 +23,19 @@ from reference.ops.library import define
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def check_matrices(op: str, a: torch.Tensor, b: torch.Tensor) -> None:
-    """Refuse all but contiguous FP8 `[M, K]` and `[N, K]`, K and N multiples of 16."""
+def check_matrices(op: str, a: torch.Tensor, b: torch.Tensor, apart: bool = False) -> None:
+    """Refuse all but contiguous FP8 `[M, K]` and `[N, K]`, K and N multiples of 16.
+
+    With `apart` rows may begin at any multiple of 16 bytes from each other, as those of some columns of a matrix do.
+    """
     for name, matrix in (("a", a), ("b", b)):
         if matrix.dtype not in FP8_DTYPES:
             raise TypeError(f"{name} is {matrix.dtype}; {op} takes float8_e4m3fn or float8_e5m2.")
         if matrix.dim() != 2:
             raise ValueError(f"{name} has shape {tuple(matrix.shape)}; a matrix [rows, K] is needed.")
-        if not matrix.is_contiguous():
-            raise ValueError(f"{name} has strides {matrix.stride()}; {op} takes contiguous rows.")
+        if not (matrix.is_contiguous() or (apart and matrix.stride(1) == 1 and matrix.stride(0) % 16 == 0)):
+            begins = ", which begin multiples of 16 bytes apart" if apart else ""
+            raise ValueError(f"{name} has strides {matrix.stride()}; {op} takes contiguous rows{begins}.")
     check_depth(a, b)
     if a.shape[1] % 16:
         raise ValueError(f"a has K = {a.shape[1]}; FP8 GEMMs need a K that is a multiple of 16.")

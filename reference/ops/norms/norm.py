@@ -75,16 +75,20 @@ def row_sums(v: np.ndarray) -> np.ndarray:
     return v + _ZERO if hidden < 1024 else v
 
 
-def column_sums(pieces: Iterable[np.ndarray], rows: int, hidden: int) -> np.ndarray:
-    """The sum over all `rows` in the order above: fp32 `[hidden]`.
+def sums_of_blocks(pieces: Iterable[np.ndarray], count: int, hidden: int) -> np.ndarray:
+    """The sum of each block of `count` rows in the order above: fp32 `[blocks, hidden]`.
 
     `pieces` are fp32 `[whole blocks of rows, hidden]`, in order, as `_pieces` cuts them.
     """
-    count, parallel = block_rows(rows), chains(hidden)
+    blocks = [np.zeros((0, hidden), np.float32), *(_block_sums(piece, count, chains(hidden)) for piece in pieces)]
+    return np.concatenate(blocks)
+
+
+def sum_of_blocks(blocks: np.ndarray) -> np.ndarray:
+    """The sum over all blocks `[blocks, hidden]` in the order above: fp32 `[hidden]`."""
     # A sum that started from +0.0 is never -0.0, so that +0.0 for a row or a block that does not exist changes no word.
-    blocks = [np.zeros((0, hidden), np.float32), *(_block_sums(piece, count, parallel) for piece in pieces)]
-    total = np.zeros(hidden, np.float32)
-    for run in _in_order(_grouped(np.concatenate(blocks), RUN)):
+    total = np.zeros(blocks.shape[1], np.float32)
+    for run in _in_order(_grouped(blocks, RUN)):
         total = total + run
     return total
 
@@ -215,9 +219,9 @@ def _fp32(tensor: torch.Tensor) -> np.ndarray:
     return np.from_dlpack(tensor.detach().float())
 
 
-def _pieces(rows: int, hidden: int) -> Iterator[slice]:
-    """Rows that are computed at a time: whole blocks of the column sums."""
-    count = block_rows(rows)
+def _pieces(rows: int, hidden: int, count: int = 0) -> Iterator[slice]:
+    """Rows that are computed at a time: whole blocks of the column sums, of `count` rows or as many as usual."""
+    count = count or block_rows(rows)
     step = max(1, _CHUNK // (count * hidden)) * count
     return (slice(start, start + step) for start in range(0, rows, step))
 
@@ -330,13 +334,33 @@ def norm_backward(
     dx has x's dtype, dweight and dbias weight's. `residual_grad`, like x, is the gradient that reaches x past the norm.
     """
     out = norm_backward_outputs(grad, x, weight, mean, rstd, zero_centered, kind, residual_grad)
-    dx, dweight, dbias = out
+    dx, *of_parameters = out
+    given = (grad, x, weight, mean, rstd, zero_centered, kind, residual_grad)
+    for one, sums in zip(of_parameters, backward_sums(dx, *given, block_rows(len(x))), strict=False):
+        one.copy_(torch.from_numpy(sum_of_blocks(sums)))
+    return out
+
+
+@np.errstate(all="ignore")
+def backward_sums(
+    dx: torch.Tensor,
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    zero_centered: bool,
+    kind: str,
+    residual_grad: torch.Tensor | None,
+    count: int,
+) -> Iterator[np.ndarray]:
+    """Write dx, and give the sums of blocks of `count` rows, for dweight and, of layernorm, for dbias."""
     layernorm = kind == "layernorm"
     rows, hidden = x.shape
     gamma, n = _gamma(weight, zero_centered), np.float32(hidden)
 
     def scaled_gradients() -> Iterator[np.ndarray]:
-        for piece in _pieces(rows, hidden):
+        for piece in _pieces(rows, hidden, count):
             incoming, inverse, xhat = _fp32(grad[piece]), _fp32(rstd[piece, None]), _fp32(x[piece])
             if layernorm:
                 xhat = xhat - _fp32(mean[piece, None])
@@ -350,8 +374,6 @@ def norm_backward(
                 dx[piece] = dx[piece].float() + residual_grad[piece].float()
             yield incoming * xhat
 
-    dweight.copy_(torch.from_numpy(column_sums(scaled_gradients(), rows, hidden)))
+    yield sums_of_blocks(scaled_gradients(), count, hidden)
     if layernorm:
-        gradients = (_fp32(grad[piece]) for piece in _pieces(rows, hidden))
-        dbias.copy_(torch.from_numpy(column_sums(gradients, rows, hidden)))
-    return out
+        yield sums_of_blocks((_fp32(grad[piece]) for piece in _pieces(rows, hidden, count)), count, hidden)

@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 import torch
 from shared.attention_fp8_layer_cases import PLAIN, RECIPE, assert_same, core_of, layer, numbers, train
+from shared.attention_packed_cases import int32
 from shared.bits import assert_same_bits
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import reference as te
 from reference.ops.attentions.attention_fp8_backward import dequantized
+from reference.ops.attentions.attention_packed import maps_of, to_sequences, to_tokens
 from reference.ops.library import twin
 
 FP8 = torch.float8_e4m3fn
@@ -168,6 +170,37 @@ def test_packed_sequences_have_the_bits_that_they_have_alone() -> None:
     with te.autocast(recipe=RECIPE):
         last = alone(*(x[20:, None] for x in (q, k, v)), qkv_format="sbhd", attn_mask_type="causal")
     assert_same_bits(both[20:], last[:, 0])
+
+
+def test_packed_sequences_are_those_of_a_padded_batch_wherever_they_lie() -> None:
+    """Outputs, gradients, scales: a cast of the tokens that are in no sequence would have other amaxes, and NaN."""
+    lengths, starts, tokens = [20, 0, 37, 1], int32(2, 25, 25, 63, 64), 66
+    maps, ends = maps_of(int32(*lengths), starts, 40, tokens), int32(0, *np.cumsum(lengths).tolist())
+
+    def steps(layout: str) -> list[torch.Tensor]:
+        kind = {"qkv_format": layout, "attn_mask_type": "padding_causal_bottom_right"}
+        core, found = te.DotProductAttention(4, 32, num_gqa_groups=2, **kind), []
+        more = {"cu_seqlens_q": ends, "cu_seqlens_kv": ends, "max_seqlen_q": 40, "max_seqlen_kv": 40}
+        if layout == "thd":
+            more |= {"cu_seqlens_q_padded": starts, "cu_seqlens_kv_padded": starts}
+        for step in range(3):
+            given = [numbers(4 * step + n, tokens, 4 if n in (0, 3) else 2, 32) * (n + 1) for n in range(4)]
+            for x in given:
+                x[maps.alone] = torch.nan
+            *qkv, grad = given if layout == "thd" else [to_sequences(x, maps) for x in given]
+            for x in qkv:
+                x.requires_grad_()
+            with te.autocast(recipe=RECIPE, enabled=step > 0, calibrating=step == 0):
+                out = core(*qkv, **more)
+            out.backward(grad.flatten(-2))
+            results = [out.unflatten(-1, (4, 32)), *(x.grad for x in qkv)]
+            found += results if layout == "thd" else [to_tokens(x, maps) for x in results]
+            assert bool(history(core).isfinite().all())
+            found.append(history(core).clone())
+        return found
+
+    for n, (one, other) in enumerate(zip(steps("thd"), steps("bshd"), strict=True)):
+        assert_same_bits(one, other, f"step {n // 5}, {('out', 'dq', 'dk', 'dv', 'history')[n % 5]}")
 
 
 # --- recomputation, compilers, replicas ----------------------------------------------------------------------

@@ -7,6 +7,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from shared.attention_cases import Case, inputs
 from shared.attention_fp8_cases import CASES, arguments, transposed
+from shared.attention_packed_cases import int32
 from shared.bits import assert_same_bits
 from simulator import AT_ONCE, AT_RANDOM, LATE, Simulator
 
@@ -70,23 +71,31 @@ def test_any_shape(case: Case) -> None:
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("layout", ["sbhd", "bshd"])
+@pytest.mark.parametrize("layout", ["sbhd", "bshd", "thd"])
 def test_a_layer(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three steps: outputs, gradients, scales and histories."""
+    """Three steps: outputs, gradients, scales and histories. Packed, some tokens are in no sequence."""
     monkeypatch.setitem(
         library._IMPLEMENTATIONS["CUDA"], "scale_update", library._IMPLEMENTATIONS["CPU"]["scale_update"]
     )
     torch.manual_seed(0)
-    plain = te.MultiheadAttention(64, 2, input_layernorm=True, params_dtype=torch.bfloat16, qkv_format=layout)
+    given = {"params_dtype": torch.bfloat16, "qkv_format": layout, "attn_mask_type": "padding_causal"}
+    plain = te.MultiheadAttention(64, 2, input_layernorm=True, **given)
+    ends, starts = int32(0, 17, 17, 47), int32(1, 18, 20, 55)
+    if layout != "thd":
+        ends = int32(0, 40, 53)
+    places = {"cu_seqlens_q": ends, "cu_seqlens_kv": ends, "max_seqlen_q": 40, "max_seqlen_kv": 40}
+    if layout == "thd":
+        places |= {"cu_seqlens_q_padded": starts, "cu_seqlens_kv_padded": starts}
     other, recipe = copy.deepcopy(plain), te.DelayedScaling(amax_history_len=4, fp8_dpa=True)
 
     def step(number: int, layer: te.MultiheadAttention) -> list[torch.Tensor]:
         torch.manual_seed(number)
-        x, grad = (torch.randn(40, 2, 64).bfloat16() for _ in range(2))
+        shape = {"sbhd": (40, 2, 64), "bshd": (2, 40, 64), "thd": (59, 64)}[layout]
+        x, grad = (torch.randn(shape).bfloat16() for _ in range(2))
         x.requires_grad_()
         layer.zero_grad()
         with te.autocast(recipe=recipe):
-            y = layer(x)
+            y = layer(x, **places)
         y.backward(grad)
         for one in layer.modules():  # the other's steps leave its scales alone
             vars(one).update({"_membership": None} if hasattr(one, "_membership") else {})
@@ -96,6 +105,7 @@ def test_a_layer(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
         expected = step(number, plain)
         with Simulator() as gpu:
             found = step(number, other)
-        assert {"attention_fp8.attention_fp8", "attention_fp8_backward.attention_dequantize"} <= set(gpu.launches)
+        launched = {"attention_fp8.attention_fp8", "attention_fp8_backward.attention_dequantize", "cast.cast"}
+        assert launched <= set(gpu.launches)
         for a, b in zip(expected, found, strict=True):
             assert_same_bits(a, b, f"step {number}")

@@ -13,6 +13,7 @@ from optimized.ops.gemms import gemm_fp8_blocks
 from optimized.ops.gemms.gemm_part import (
     SQUARES,
     gemm_fp8_blocks_part_tiled,
+    gemm_fp8_end_tiled,
     gemm_fp8_part_tiled,
     gemm_part_tiled,
 )
@@ -84,6 +85,28 @@ def test_fp8(seed, m, steps, places, wild, dtypes, out, accumulate):
     assert_same_bits(twin.end_gemm(acc, *scales, bias, out), whole, accumulate)
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    **SHAPES,
+    dtypes=st.sampled_from([(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)]),
+    out=st.sampled_from([BF16, FP16, FP32]),
+    bias=st.sampled_from([None, BF16, FP16, FP32]),
+    accumulate=st.sampled_from(["fast", "split"]),
+)
+def test_the_last_part_and_the_end_at_once(seed, m, steps, places, wild, dtypes, out, bias, accumulate):
+    k = 16 * steps
+    a, b = matrices(seed, m, 16, k, dtypes, wild)
+    scales, vector = (torch.tensor([0.013]), torch.tensor([1.7])), None if bias is None else torch.randn(16).to(bias)
+    acc = None
+    *before, last = ranges(k, CUTS[accumulate], places)
+    for one in before:
+        acc = twin.gemm_fp8_part(a[:, one], b[:, one], acc, accumulate)
+    found = twin.gemm_fp8_end(a[:, last], b[:, last], *scales, vector, acc, out, accumulate)
+    sums = twin.gemm_fp8_part(a[:, last], b[:, last], acc, accumulate)
+    assert_same_bits(found, twin.end_gemm(sums, *scales, vector, out), "a part and then the end")
+    assert_same_bits(found, twin.gemm_fp8(a, b, *scales, vector, out, accumulate), "the whole")
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     **SHAPES,
@@ -129,6 +152,7 @@ def test_the_accumulator_that_was_given_stays():
         twin.cast_blocks(b.float(), E4M3, False, "fp32", 0.0)[1],
     )
     twin.gemm_fp8_part(a, b, start, "split")
+    twin.gemm_fp8_end(a, b, torch.ones(1), torch.ones(1), None, start, FP32, "split")
     twin.gemm_fp8_blocks_part(a, b, *scales, False, False, start)
     twin.gemm_part(a.to(BF16), b.to(BF16), start)
     assert torch.equal(start, before)
@@ -146,6 +170,19 @@ def test_what_is_refused():
         twin.end_gemm(torch.zeros(4, 16), torch.ones(2), torch.ones(1), None, BF16)
     with pytest.raises(ValueError, match=r"accumulator is torch.float32 \(4,\)"):
         twin.end_gemm(torch.zeros(4), None, None, None, BF16)
+    one = torch.ones(1)
+    with pytest.raises(ValueError, match=r"accumulator is torch.float32 \(4, 8\)"):
+        twin.gemm_fp8_end(a, b, one, one, None, torch.zeros(4, 8), BF16, "fast")
+    with pytest.raises(ValueError, match=r"b_scale_inv is torch.float32 \(2,\)"):
+        twin.gemm_fp8_end(a, b, one, torch.ones(2), None, None, BF16, "fast")
+    with pytest.raises(ValueError, match=r"bias has shape \(4,\)"):
+        twin.gemm_fp8_end(a, b, one, one, torch.zeros(4), None, BF16, "fast")
+    with pytest.raises(TypeError, match=r"out_dtype is torch\.float64"):
+        twin.gemm_fp8_end(a, b, one, one, None, None, torch.float64, "fast")
+    with pytest.raises(ValueError, match="accumulate is 'slow'"):
+        twin.gemm_fp8_end(a, b, one, one, None, None, BF16, "slow")
+    with pytest.raises(ValueError, match="gemm_fp8_end takes contiguous rows, which begin multiples of 16 bytes apart"):
+        twin.gemm_fp8_end(a.t(), b, one, one, None, None, BF16, "fast")
 
 
 @pytest.mark.simulated
@@ -162,6 +199,26 @@ def test_every_tile_goes_on_from_accumulators(tile: Tile, accumulate: str) -> No
             acc = gemm_fp8_part_tiled(*operands, acc, accumulate, tile)
         assert acc is not None
         assert_same_bits(acc, twin.gemm_fp8_part(a, b, None, accumulate), f"{tile}, {(m, n, k)}")
+
+
+@pytest.mark.simulated
+@pytest.mark.gpu
+@pytest.mark.parametrize("accumulate", ["fast", "split"])
+@pytest.mark.parametrize("tile", FP8_TILES, ids=str)
+def test_every_tile_ends_a_gemm(tile: Tile, accumulate: str) -> None:
+    """The last of two parts with what follows it, on ragged shapes and to each dtype."""
+    scales = (torch.tensor([0.013]), torch.tensor([1.7]))
+    cases = (((70, 272, 400), BF16, BF16), ((264, 48, 528), FP16, FP32), ((131, 80, 272), FP32, None))
+    for (m, n, k), out, bias in cases:
+        a, b = matrices(m, m, n, k, (E4M3, E4M3), False)
+        vector = None if bias is None else torch.randn(n).to(bias)
+        first, last = ranges(k, CUTS[accumulate], [0.6])
+        start = twin.gemm_fp8_part(a[:, first], b[:, first], None, accumulate).cuda()
+        operands = [one[:, last].contiguous().cuda() for one in (a, b)]
+        rest = [None if one is None else one.cuda() for one in (*scales, vector)]
+        found = gemm_fp8_end_tiled(*operands, *rest, start, out, accumulate, tile)  # type: ignore[arg-type]
+        expected = twin.gemm_fp8(a, b, *scales, vector, out, accumulate)
+        assert_same_bits(found, expected, f"{tile}, {(m, n, k)}")
 
 
 @pytest.mark.simulated
