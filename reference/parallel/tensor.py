@@ -69,7 +69,7 @@ class Shared(NamedTuple):
         pieces = [(a, b)]
         if len(self.sizes) > 1:
             sizes = list(self.sizes)
-            pieces = list(zip(pieces_of(a, sizes), pieces_of(b, sizes), strict=True))
+            pieces = list(zip(pieces_of(a, sizes, True), pieces_of(b, sizes, True), strict=True))
 
         def part(piece: int, band: Band, start: torch.Tensor | None) -> torch.Tensor:
             assert gemm.part is not None

@@ -258,11 +258,15 @@ PIECES: dict[str, Pieces] = {}
 """An operand's columns in pieces of these sizes, by a layout whose scales are those of blocks."""
 
 
-def pieces_of(a: Operand, sizes: list[int]) -> list[Operand]:
-    """The columns of an operand in pieces, each an operand; read where they lie if they have one scale or none."""
+def pieces_of(a: Operand, sizes: list[int], apart: bool = False) -> list[Operand]:
+    """The columns of an operand in pieces, each an operand.
+
+    With `apart` rows of codes with one scale, or none, stay where they lie: `Products.part` takes them.
+    """
     if a.layout in PIECES:
         return PIECES[a.layout](a, sizes)
-    return [a._replace(codes=codes) for codes in a.codes.split(sizes, 1)]
+    pieces = a.codes.split(sizes, 1)
+    return [a._replace(codes=codes if apart else codes.contiguous()) for codes in pieces]
 
 
 Rows = Callable[[Operand, int, int], torch.Tensor]

@@ -242,9 +242,8 @@ __device__ __forceinline__ void store_fp32(const float (&acc)[kCount], const Des
 }
 
 // The epilogue of FP8 GEMMs. kDeferred: a tile waits in registers and is stored beside the next tile's k-blocks.
-// kAccumulate: out = round(fp32(out) + fp32(acc * scale)), without a bias. kMaximum, where it is deferred: a thread also
-// keeps the largest number that it has stored.
-template <class Out, int kRun, int kAcc, bool kMayDefer, bool kAccumulate, bool kMaximum = false>
+// kAccumulate: out = round(fp32(out) + fp32(acc * scale)), without a bias.
+template <class Out, int kRun, int kAcc, bool kMayDefer, bool kAccumulate>
 struct ScaleBiasStore {
     static constexpr int kSteps = kStoreSteps<kRun, kAcc>;
     static constexpr bool kFP32 = same_type<Out, FP32>, kDeferred = kMayDefer && !kFP32;
@@ -259,10 +258,7 @@ struct ScaleBiasStore {
     int row, column;  // of a tile, the thread's first
     Destination to;
     unsigned words[kAcc / 2];
-    bool pending;                                       // a tile waits in `words`
-    LargestPair<same_type<Out, BF16> ? 1 : 2> largest;  // kMaximum: of what has been stored
-
-    static_assert(kDeferred || !kMaximum, "the maximum is that of words");
+    bool pending;  // a tile waits in `words`
 
     __device__ __forceinline__ ScaleBiasStore(void* out, const void* bias, int bias_type, int m, int n)
         : out(out), bias(bias), bias_type(bias_type), m(m), n(n), pending(false) {
@@ -277,12 +273,7 @@ struct ScaleBiasStore {
     __device__ __forceinline__ void load_ahead(Loaded& loaded, const Tile& tile) {
         if constexpr (kBiasAhead) load_bias(loaded, tile.column + column);
     }
-    __device__ __forceinline__ void step(int s) {
-        if constexpr (kMaximum)
-            store_step<kRun>(words, s, to, [&](unsigned pair) { largest.take(pair); });
-        else
-            store_step<kRun>(words, s, to);
-    }
+    __device__ __forceinline__ void step(int s) const { store_step<kRun>(words, s, to); }
 
     __device__ __forceinline__ void take(float (&acc)[kAcc], Loaded& loaded, const Tile& tile) {
         const int first = tile.column + column;
@@ -302,12 +293,25 @@ struct ScaleBiasStore {
         }
     }
 
+    __device__ __forceinline__ void finish() const {
+        if (pending) store_packed_tile<kRun>(words, to);
+    }
+};
+
+// The same of a `Store` that is deferred; a thread also keeps the largest number that it has stored.
+template <class Store, class Out, int kRun>
+struct KeepingLargest : Store {
+    static_assert(Store::kDeferred, "the maximum is that of words");
+    LargestPair<same_type<Out, BF16> ? 1 : 2> largest;
+
+    using Store::Store;
+
+    __device__ __forceinline__ void step(int s) {
+        store_step<kRun>(this->words, s, this->to, [&](unsigned pair) { largest.take(pair); });
+    }
     __device__ __forceinline__ void finish() {
-        if (!pending) return;
-        if constexpr (kMaximum)
-            store_packed_tile<kRun>(words, to, [&](unsigned pair) { largest.take(pair); });
-        else
-            store_packed_tile<kRun>(words, to);
+        if (!this->pending) return;
+        store_packed_tile<kRun>(this->words, this->to, [&](unsigned pair) { largest.take(pair); });
     }
 };
 

@@ -45,8 +45,12 @@ struct Config : GemmDefaults {
 };
 using Gemm = GemmFP8<Config>;
 using Loop = Config::Promotion::Mainloop<Gemm>;
-using Epilogue =
-    ScaleBiasStore<OUT, Gemm::kRun, Gemm::kAcc, !Config::Promotion::kPromotes, Config::kAccumulate, MAXIMA>;
+using Store = ScaleBiasStore<OUT, Gemm::kRun, Gemm::kAcc, !Config::Promotion::kPromotes, Config::kAccumulate>;
+#if MAXIMA
+using Epilogue = KeepingLargest<Store, OUT, Gemm::kRun>;
+#else
+using Epilogue = Store;
+#endif
 
 extern "C" __global__ void TWIN_CLUSTER(CLUSTER) __launch_bounds__(128 * (Config::kWarpgroups + 1), 1)
     gemm_fp8(const __grid_constant__ OperandMaps maps, void* out, const void* bias, int bias_type,

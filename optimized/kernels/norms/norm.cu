@@ -28,6 +28,12 @@
 
 using namespace twin;
 
+#ifdef AMAX_ALONE
+#define TWIN_ROW(index) (rows - 1 - (index))
+#else
+#define TWIN_ROW(index) index
+#endif
+
 #ifdef ROW_WARPS
 
 struct Config {
@@ -87,14 +93,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, Config::kBlocks)
     const int group = threadIdx.x / kRowThreads;
     const int step = gridDim.x * kRows;
     const Held held(hidden);
-#ifdef AMAX_ALONE
-    const auto place = [rows](int index) { return rows - 1 - index; };
-#else
-    const auto place = [](int index) { return index; };
-#endif
     int index = blockIdx.x * kRows + group, turn = 0;
     Packed packed, next;
-    if (index < rows) packed = held.load(x, place(index));
+    if (index < rows) packed = held.load(x, TWIN_ROW(index));
     if (kRows >= 4)  // enough threads for all parameters, or nearly
         Rows::stage_parameters(affine, weight, bias, parameters, zero_centered != 0, held.hidden);
     else if (parameters == 0)
@@ -105,11 +106,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, Config::kBlocks)
         Rows::stage_at_once<2>(affine, weight, bias, zero_centered != 0, held.hidden);
 #pragma unroll 1
     for (; index < rows; index += step) {
-        if (index + step < rows) next = held.load(x, place(index + step));
+        if (index + step < rows) next = held.load(x, TWIN_ROW(index + step));
         const Row row(packed, held, eps, slots[group], turn, group + 1);
         turn ^= 1;
-        row.store_statistics(mean, rstd, place(index), held);
-        const size_t start = static_cast<size_t>(place(index)) * held.hidden + held.first;
+        row.store_statistics(mean, rstd, TWIN_ROW(index), held);
+#ifndef AMAX_ALONE
+        const size_t start = static_cast<size_t>(index) * held.hidden + held.first;
+#endif
         row.for_each_output(affine, held, [&](int i, const float (&v)[8]) {
 #ifndef AMAX_ALONE
             store_output(y, out, start + kStripe * i, v);

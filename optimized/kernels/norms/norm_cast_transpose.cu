@@ -35,21 +35,16 @@
 using namespace twin;
 
 #ifdef ROUND
-constexpr bool kRounds = true;
 // y in x's type, and back.
 template <int kCount>
-__device__ __forceinline__ void round_to_wide(float (&y)[kCount]) {
+__device__ __forceinline__ void round_to_wide(float (&to)[kCount], const float (&y)[kCount]) {
     static_assert(sizeof(wide_t) == 2, "ROUND is of 16-bit numbers");
     Vector<kCount> rounded;
 #pragma unroll
     for (int j = 0; j < kCount; j += 2) rounded.words[j / 2] = word_of(y + j);
 #pragma unroll
-    for (int j = 0; j < kCount; j++) y[j] = widen(rounded, j);
+    for (int j = 0; j < kCount; j++) to[j] = widen(rounded, j);
 }
-#else
-constexpr bool kRounds = false;
-template <int kCount>
-__device__ __forceinline__ void round_to_wide(float (&)[kCount]) {}
 #endif
 
 #ifndef CLUSTER
@@ -78,7 +73,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const int warp = threadIdx.x / 32;
     const int run_stride = kRunRows * hidden + kSkew;
     unsigned char* const codes = reinterpret_cast<unsigned char*>(affine + Rows::kParameters * hidden);
+#ifndef ROUND
     float amax = 0.0f;
+#endif
     int tile = blockIdx.x;
     Rows::Packed packed, next;
     Rows::Slots unused;  // a warp needs no other's sum
@@ -96,10 +93,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                 unsigned char* const target = q + static_cast<size_t>(row) * hidden + held.first;
                 unsigned char* const copy =
                     codes + local / kRunRows * run_stride + local % kRunRows * hidden + held.first;
-                normalized.for_each_output(affine, held, [&](int i, float (&y)[8]) {
+#ifdef ROUND
+                normalized.for_each_output(affine, held, [&](int i, const float (&exact)[8]) {
+                    float y[8];
+                    round_to_wide(y, exact);
+#else
+                normalized.for_each_output(affine, held, [&](int i, const float (&y)[8]) {
 #pragma unroll
-                    for (int j = 0; j < 8 && !kRounds; j++) amax = amax_of(amax, y[j]);
-                    round_to_wide(y);
+                    for (int j = 0; j < 8; j++) amax = amax_of(amax, y[j]);
+#endif
                     const uint2 words = make_uint2(quantize4(y, scale), quantize4(y + 4, scale));
                     *reinterpret_cast<uint2*>(target + kStripe * i) = words;
                     *reinterpret_cast<uint2*>(copy + kStripe * i) = words;
@@ -117,7 +119,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         __syncthreads();  // the codes have been read
     }
     if (blockIdx.x == 0 && threadIdx.x == 0) *scale_inv = 1.0f / scale;
-    if (!kRounds && amax_slot != nullptr) commit_amax<kTileWarps>(amax, amax_slot);
+#ifndef ROUND
+    if (amax_slot != nullptr) commit_amax<kTileWarps>(amax, amax_slot);
+#endif
 }
 
 #else
@@ -266,7 +270,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
     __syncthreads();
     if (kCluster > 1) cluster_wait();  // all blocks run, and their barriers are initialised
 
+#ifndef ROUND
     float amax = 0.0f;
+#endif
     int slot = 0, parity = 0, turn = 0;
     const auto sum_of_row = [&](const float (&stripes)[kLaneSums]) {
         const float sum = row_sum(stripes, exchanges[warp][turn & 1], turn >> 1 & 1, rank);
@@ -333,9 +339,13 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
                 for (int j = 0; j < kValues; j++) {
                     y[j] = (v[i][j] * inverse) * gamma[j];
                     if (kLayerNorm) y[j] = y[j] + beta[j];
-                    if (!kRounds) amax = amax_of(amax, y[j]);
+#ifndef ROUND
+                    amax = amax_of(amax, y[j]);
+#endif
                 }
-                round_to_wide(y);
+#ifdef ROUND
+                round_to_wide(y, y);
+#endif
                 const uint4 sixteen = make_uint4(quantize4(y, scale), quantize4(y + 4, scale), quantize4(y + 8, scale),
                                                  quantize4(y + 12, scale));
                 *reinterpret_cast<uint4*>(target + kSpan * i) = sixteen;
@@ -353,7 +363,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
         __syncthreads();  // the codes have been read
     }
     if (blockIdx.x == 0 && threadIdx.x == 0) *scale_inv = 1.0f / scale;
-    if (!kRounds && amax_slot != nullptr) commit_amax<kTileWarps>(amax, amax_slot);
+#ifndef ROUND
+    if (amax_slot != nullptr) commit_amax<kTileWarps>(amax, amax_slot);
+#endif
 }
 
 #endif

@@ -116,12 +116,14 @@ class _Pair(torch.autograd.Function):
             freshen(ctx.kept)
         if not _PLAIN_SET.issuperset(map(type, grads)):  # a quantized gradient: it is read
             grads = tuple([g.numbers() if isinstance(g, QuantizedTensor) else g for g in grads])
-        if gradient_places.offered and not compiling and ctx.rows is None:
+        takes = not compiling and ctx.rows is None and bool(gradient_places.offered)
+        if takes:
             gradient_places.here.taken = gradient_places.take(ctx, _FIRST)
         try:
             results = _runner().backward(ctx.backward_function, ctx.plan, ctx.context, saved, grads, ctx.note)
         finally:
-            gradient_places.here.taken = ()
+            if takes:
+                gradient_places.here.taken = ()
         if ctx.updates:
             compiled.update_gradient_scales(ctx.context.stateful)
         if ctx.rows is not None:
