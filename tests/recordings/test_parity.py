@@ -1,7 +1,10 @@
 """`twin parity`: its cases, its recorder, its replay, and what they count."""
 
+import os
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -258,7 +261,6 @@ def test_layers_have_cases_under_every_recipe_of_a_gpu() -> None:
     of_gpus = {type(make(Settings())) for name, make in RECIPES.items() if name not in ("bf16", "mxfp8", "nvfp4")}
     assert {type(one) for one in layer_cases.RECIPES.values()} == of_gpus - {DelayedScaling}
     *_, mixed = layer_cases.recipes()
-    assert mixed.live
     assert parity.live(mixed, CPU).equal
 
 
@@ -266,6 +268,15 @@ def test_layers_have_cases_under_every_recipe_of_a_gpu() -> None:
 def test_parity_live(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["parity", "--op", "cast"]) == 0
     assert "live: the CPU against" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_no_word_depends_on_the_vectors_of_a_cpu() -> None:
+    """Neither results nor the inputs of cases: torch's own kernels without vectors, and every recorded word again."""
+    command = [sys.executable, "-m", "optimized.commands", "parity", "--replay"]
+    plain = {**os.environ, "ATEN_CPU_CAPABILITY": "default"}
+    done = subprocess.run(command, env=plain, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:]
 
 
 def test_differing_counts_words() -> None:

@@ -230,9 +230,9 @@ def recipes() -> Iterator[Case]:
     for (label, recipe), (layer, (make, shape)) in product(RECIPES.items(), made.items()):
         for dtype in HALVES:
             run = partial(_trained, make, shape, dtype, recipe, {}, False)
-            yield Case(f"{layer} (FP8)", f"{short(dtype)}, {label}", run, live=True)
+            yield Case(f"{layer} (FP8)", f"{short(dtype)}, {label}", run)
     run = partial(_trained, _mixed, (67, 2, 64), torch.bfloat16, te.DelayedScaling(amax_history_len=3), {}, False)
-    yield Case("TransformerLayer (FP8)", "bf16, a recipe for each part", run, live=True)
+    yield Case("TransformerLayer (FP8)", "bf16, a recipe for each part", run)
 
 
 def cases() -> Iterator[Case]:
