@@ -41,7 +41,6 @@ KERNELS = (
     "cast_transpose",
     "gemm_fp8",
     "gemm_fp8_part",
-    "end_gemm",
 )
 CASE = Case("Llama 70B", 8192, 28672, 64, 4096, 1, torch.bfloat16, True, 0.0, llama=True, kv_heads=8)
 Call = tuple[Callable[..., Any], list[Any]]

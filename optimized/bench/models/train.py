@@ -28,6 +28,7 @@ NAME = "train"
 WHAT = "training a GPT: tokens/s, loss, memory"
 KERNELS = (
     "activation",
+    "activation_amax",
     "activation_cast_transpose",
     "adam",
     "amax",

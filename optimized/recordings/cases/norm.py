@@ -117,3 +117,5 @@ def sized(c: Inputs, rows: int, cols: int) -> Calls:
         yield Call(twin.norm_scale, (x, weight, bias, EPSILON, False, kind, dtype, E4M3, False, 0.0))
         saved = c.x(means, dtype=FP32), c.positive(rows)
         yield Call(twin.norm_backward, (x, x, weight, *saved, False, kind, None))
+        yield Call(twin.norm_backward_part, (x, x, weight, *saved, False, kind, None, max(1, rows)))
+        yield Call(twin.norm_total, (c.x(min(rows, 256), cols, dtype=FP32), dtype))

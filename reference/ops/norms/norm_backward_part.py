@@ -14,7 +14,7 @@ import torch
 
 from reference.ops.checks import check_wide
 from reference.ops.library import define
-from reference.ops.norms.norm import ROW_BLOCKS, backward_sums, norm_backward_outputs, sum_of_blocks
+from reference.ops.norms.norm import MAX_HIDDEN, ROW_BLOCKS, backward_sums, norm_backward_outputs, sum_of_blocks
 
 Parts = tuple[torch.Tensor, torch.Tensor]
 
@@ -49,6 +49,8 @@ def total_outputs(blocks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
             f"{op}: blocks is {blocks.dtype} {tuple(blocks.shape)}, strides {blocks.stride()}; contiguous float32 "
             f"[blocks, hidden], of at most {ROW_BLOCKS} blocks, is accepted."
         )
+    if not 1 <= blocks.shape[1] <= MAX_HIDDEN:
+        raise ValueError(f"{op}: blocks has shape {tuple(blocks.shape)}; 1 to {MAX_HIDDEN} columns are accepted.")
     check_wide(op, "dtype", dtype)
     return blocks.new_empty(blocks.shape[1], dtype=dtype)
 
