@@ -52,7 +52,7 @@ def beside_launches(function: Callable[..., Any], args: list[Any]) -> None:
         function(*args)
 
 
-def collective(function: Callable[..., Any], args: list[Any], *, capturable: bool = False) -> None:
+def collective(function: Callable[..., Any], args: list[Any]) -> None:
     """Call `function(*args)`, and again wherever this call's tape is played.
 
     It is what the CUDA side of an op consists of, besides allocating its results. One rank may play while
@@ -60,21 +60,20 @@ def collective(function: Callable[..., Any], args: list[Any], *, capturable: boo
 
     Args:
         function: reads and writes tensors of `args` on torch's current stream, as `dist.all_reduce` does, and does what
-            depends on no value. It returns True if it may become part of a CUDA graph, which messages between GPUs
-            of one host may (`reference.parallel.messages`), and gloo's calls may not.
+            depends on no value. It returns True if it may become part of a CUDA graph, as NCCL's calls and messages
+            between GPUs of one host may (`reference.parallel.messages`), and gloo's may not.
         args: tensors, lists of them, and what is no tensor, such as the name of a process group
             (`reference.support.groups`).
-        capturable: whether it may even if it returns something else.
     """
     global world, made
     if launch.collects():
         return
     with _disable_current_modes():  # what it does inside is one entry of a tape
-        of_streams = function(*args) is True
+        capturable = function(*args) is True
     made += 1
     tape = launch.tape()
     if tape is not None:
         if world is None:
             ours = dist.group.WORLD
             world = (lambda: None) if ours is None else weakref.ref(ours)
-        tape.append(Collective(function, TensorRef.of(args), capturable or of_streams))
+        tape.append(Collective(function, TensorRef.of(args), capturable))

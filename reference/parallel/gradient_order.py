@@ -33,7 +33,7 @@ from reference.ops.library import twin
 from reference.parallel import flat_gradients, fully_sharded, peer_memory
 from reference.parallel.bucket_places import BucketPlaces
 from reference.parallel.gradient_tree import Nodes, additions, nodes, owned, push
-from reference.parallel.peer_memory import PeerMemory
+from reference.parallel.peer_memory import Beat, PeerMemory
 from reference.state import scaling
 from reference.support.dtensor import is_dtensor, placed, shard
 from reference.support.groups import all_gather, bytes_of
@@ -71,7 +71,7 @@ class GradientOrder:
             raise TypeError(f"GradientOrder: peer_memory={peer_memory!r}; True, False or None is accepted.")
         self.peer_memory = peer_memory
         self._memory: PeerMemory | Literal[False] | None = None  # None: nobody has asked yet
-        self._beat: torch.Tensor | None = None
+        self._beat = Beat()
         self._additions = additions(self.groups, self.ranks)
         self._counts = [len(nodes(self.groups, owned(self.groups, self.ranks, rank))) for rank in range(self.ranks)]
         self._done: Nodes[Sums] = []
@@ -349,15 +349,9 @@ class GradientOrder:
         twin.tree_mean(pieces, self._additions, 1 / self.groups, out)
 
     def beat(self, device: torch.device) -> None:
-        """Have a collective in flight at the end of a step whose exchanges were in peers' memory.
-
-        A rank that is gone leaves the others' streams waiting for its words. The process group sees that this
-        collective does not end.
-        """
+        """Start a `Beat` at the end of a step whose exchanges were in peers' memory."""
         if self._peer_memory(device) is not None:
-            if self._beat is None:
-                self._beat = torch.zeros(1, dtype=torch.float32, device=device)
-            dist.all_reduce(self._beat, group=self.process_group, async_op=True)
+            self._beat.start(self.process_group, device)
 
     def _peer_memory(self, device: torch.device) -> PeerMemory | None:
         """How this order's ranks exchange, None: by the process group's collectives; all ranks ask for it alike."""

@@ -83,7 +83,7 @@ class Messages:
         self._streams: Any = None  # two of sends, one of receives
         self._broken = False
         self._calls = 0
-        self._beat: torch.Tensor | None = None
+        self._beat = peer_memory.Beat()
 
     def prepare(self, distances: Iterable[int], size: int, rooms: int = 1) -> bool:
         """Have rooms for messages of up to `size` bytes; all ranks of the group call it alike.
@@ -147,16 +147,10 @@ class Messages:
             return UnderWay((stream.record_event(),), self.abandoned)
 
     def beat(self) -> None:
-        """In some calls, have a collective of the process group in flight; all ranks call it alike.
-
-        A rank that is gone leaves the others' streams waiting for its words. The process group sees that this
-        collective does not end.
-        """
+        """In one of `BEATS` calls start a `Beat`; all ranks call it alike."""
         self._calls += 1
         if self._calls % BEATS == 1 and not torch.cuda.is_current_stream_capturing():
-            if self._beat is None:
-                self._beat = torch.zeros(1, dtype=torch.float32, device=self._device)
-            dist.all_reduce(self._beat, group=groups.group_of(self._name), async_op=True)
+            self._beat.start(groups.group_of(self._name), self._device)
 
 
 def _class_of(size: int) -> int:

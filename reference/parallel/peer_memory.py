@@ -16,7 +16,7 @@ again in exchange k + 2, when it has k + 1 from the rank whose memory it is, whi
 Single messages are in `reference.parallel.messages`.
 
 A rank that is gone leaves the others' streams waiting, which no time-out of the process group would see. So who uses
-this also has a collective of the process group in flight (`GradientOrder.beat`, `Messages.beat`).
+this also has a collective of the process group in flight (`Beat`).
 """
 
 import ctypes
@@ -138,6 +138,23 @@ def fresh(size: int, device: torch.device, name: str) -> tuple[torch.Tensor, lis
     torch.cuda.synchronize(device)
     dist.barrier(group)
     return own, theirs
+
+
+class Beat:
+    """A collective of a process group that is in flight beside work in peers' memory.
+
+    A rank that is gone leaves the others' streams waiting for its words. The process group sees that this collective
+    does not end.
+    """
+
+    def __init__(self) -> None:
+        self._word: torch.Tensor | None = None
+
+    def start(self, group: Any, device: torch.device) -> None:
+        """Begin one; all ranks of the group call it alike."""
+        if self._word is None:
+            self._word = torch.zeros(1, dtype=torch.float32, device=device)
+        dist.all_reduce(self._word, group=group, async_op=True)
 
 
 class PeerMemory:

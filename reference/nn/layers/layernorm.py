@@ -74,27 +74,29 @@ def begin_norm_backward(
     if group is not None and len(grad) % count == 0:  # whole blocks of the sums over all rows
         dx, sums = twin.norm_backward_part(*given, count)
         blocks = [gathering(group, one) for one in sums]
-        return dx, lambda: _by_name(*[twin.norm_total(one.rows(), saved.gamma.dtype) for one in blocks])
-    dx, dweight, dbias = twin.norm_backward(*given)
-    rows: list[Callable[[], torch.Tensor]] = []
-    x, gamma, mean, rstd = saved
-    if how.tokens is not None:
-        rows = [functools.partial(how.tokens.gathered, one) for one in (grad, x, mean, rstd)]
-    if group is not None:
-        rows = [gathering(group, one).rows for one in (grad, x, mean, rstd)]
-    if not rows:
-        return dx, lambda: _by_name(dweight, dbias if dbias.numel() else None)
+
+        def find() -> Sequence[torch.Tensor]:
+            return [twin.norm_total(one.rows(), saved.gamma.dtype) for one in blocks]
+    else:
+        dx, *own = twin.norm_backward(*given)
+        parts, rows = (grad, saved.x, saved.mean, saved.rstd), list[Callable[[], torch.Tensor]]()
+        if how.tokens is not None:
+            rows = [functools.partial(how.tokens.gathered, one) for one in parts]
+        if group is not None:
+            rows = [gathering(group, one).rows for one in parts]
+
+        def find() -> Sequence[torch.Tensor]:
+            if not rows:
+                return own
+            g, x, mean, rstd = (one() for one in rows)
+            of_all = twin.norm_backward(g, x, saved.gamma, mean, rstd, norm.zero_centered, norm.kind, None)
+            return of_all[1:]  # type: ignore[no-any-return]
 
     def of_parameters() -> Tensors:
-        g, of_all, means, rstds = (one() for one in rows)
-        _, of_gamma, of_beta = twin.norm_backward(g, of_all, gamma, means, rstds, norm.zero_centered, norm.kind, None)
-        return _by_name(of_gamma, of_beta if of_beta.numel() else None)
+        of_gamma, *of_beta = find()
+        return of_gamma, of_beta[0] if norm.kind == "layernorm" else None
 
     return dx, of_parameters
-
-
-def _by_name(of_gamma: torch.Tensor, of_beta: torch.Tensor | None = None) -> Tensors:
-    return of_gamma, of_beta
 
 
 def norm_backward(
