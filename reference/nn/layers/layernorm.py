@@ -79,7 +79,8 @@ def begin_norm_backward(
             return [twin.norm_total(one.rows(), saved.gamma.dtype) for one in blocks]
     else:
         dx, *own = twin.norm_backward(*given)
-        parts, rows = (grad, saved.x, saved.mean, saved.rstd), list[Callable[[], torch.Tensor]]()
+        parts = (grad, saved.x, saved.mean, saved.rstd)
+        rows: list[Callable[[], torch.Tensor]] = []  # torch.compile follows no call of `list[...]`
         if how.tokens is not None:
             rows = [functools.partial(how.tokens.gathered, one) for one in parts]
         if group is not None:
