@@ -144,6 +144,7 @@ def passed_on(
     dtype: torch.dtype,
     scatter: bool,
     device: torch.device,
+    meanwhile: Callable[[], object] | None = None,
 ) -> torch.Tensor:
     """The sum `[m, n]` on every rank; with `scatter` this rank's rows of it, `[m / t, n]`.
 
@@ -156,6 +157,8 @@ def passed_on(
         dtype: of the result.
         scatter: whether each rank gets its rows alone; m is a multiple of the ranks.
         device: of the result.
+        meanwhile: what else this rank has to compute. It is called once, when the rank has nothing of the sum left to
+            do but to wait for another: the last rank begins with it, the first ends with it.
     """
     (rank, count), cut = ranks_of(group), bands(shape[0])
     rows = shape[0] // count if scatter else None
@@ -166,6 +169,7 @@ def passed_on(
     sent: list[torch.Tensor] = []
     ended: list[torch.Tensor] = []
     accumulator: torch.Tensor | None = None
+    todo = [] if meanwhile is None else [meanwhile]
     try:
         for what, piece, number in schedule(rank, count, rounds, len(cut)):
             band = cut[number]
@@ -176,6 +180,8 @@ def passed_on(
             elif what == "part":
                 accumulator = received.pop(number, None)
                 if accumulator is not None:
+                    while todo:
+                        todo.pop()()
                     groups.collective(_end, [accumulator])
                 if piece + 1 < rounds or rank + 1 < count:
                     accumulator = part(piece, band, accumulator).contiguous()
@@ -187,6 +193,8 @@ def passed_on(
                 assert accumulator is not None
                 sent.append(accumulator)  # its memory, until it has been read
                 groups.collective(_send, accumulator, group, (rank + 1) % count, of_sums, number)
+        while todo:
+            todo.pop()()
         if sent:
             groups.collective(_end, sent)
         places = [out[slice(*_from(rows_of(band, rank, rows), rank * (rows or 0)))] for band in cut]

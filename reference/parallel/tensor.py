@@ -17,6 +17,7 @@ cast. Blocks of 128 lie within a rank. Where a tensor has one scale, codes are g
 bits, in blocks, whose transposes have scales along the tokens, and where a bias's gradient is summed from them.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -59,9 +60,18 @@ class Shared(NamedTuple):
     sizes: tuple[int, ...]
 
     def chain(
-        self, a: Operand, b: Operand, bias: torch.Tensor | None, out_dtype: torch.dtype, accumulate: str
+        self,
+        a: Operand,
+        b: Operand,
+        bias: torch.Tensor | None,
+        out_dtype: torch.dtype,
+        accumulate: str,
+        meanwhile: Callable[[], object] | None = None,
     ) -> torch.Tensor:
-        """T(a·bᵀ + bias) over the K of all ranks; `[m, n]`, with `sequence` this rank's rows."""
+        """T(a·bᵀ + bias) over the K of all ranks; `[m, n]`, with `sequence` this rank's rows.
+
+        `meanwhile` is what a rank may compute while it waits for others; it is called at most once.
+        """
         gemm, shape, device = products(a, b), (a.codes.shape[0], b.codes.shape[0]), a.codes.device
         if not shape[0] * shape[1]:  # on every rank
             rows = shape[0] // ordered_reduce.ranks_of(self.group)[1] if self.sequence else shape[0]
@@ -83,7 +93,7 @@ class Shared(NamedTuple):
             assert gemm.end is not None
             return gemm.end(part(piece, band, start), a, b, bias, out_dtype)
 
-        rest = (len(pieces), out_dtype, self.sequence, device)
+        rest = (len(pieces), out_dtype, self.sequence, device, meanwhile)
         return ordered_reduce.passed_on(self.group, shape, part, last, *rest)
 
     def quantizers(self, roles: GemmRoles, found: dict[str, Quantizer]) -> None:

@@ -348,12 +348,21 @@ def fprop_residual(
     return twin.bias_dropout_add(fprop(x, w, None, out_dtype, how), bias, residual, *rest, dropout.kept)
 
 
-def dgrad(g: Quantized, w: Operand | Stacked | None, out_dtype: torch.dtype, how: Accumulation) -> torch.Tensor:
-    """dx `[tokens, in]`; w is a weight's `column`."""
+def dgrad(
+    g: Quantized,
+    w: Operand | Stacked | None,
+    out_dtype: torch.dtype,
+    how: Accumulation,
+    meanwhile: Callable[[], object] | None = None,
+) -> torch.Tensor:
+    """dx `[tokens, in]`; w is a weight's `column`.
+
+    `meanwhile` is called, at most once, where this waits for other ranks.
+    """
     assert w is not None
     if not isinstance(w, Stacked):
         if how.shared is not None and not how.shared.splits_input:
-            return how.shared.chain(g.row, w, None, out_dtype, how.dgrad)  # type: ignore[no-any-return]
+            return how.shared.chain(g.row, w, None, out_dtype, how.dgrad, meanwhile)  # type: ignore[no-any-return]
         return gemm(g.row, w, None, out_dtype, how.dgrad)
     rows = [one.codes.shape[1] for one in w.parts]
     first, *others = zip(pieces_of(g.row, rows), w.parts, strict=True)

@@ -1,5 +1,6 @@
 """Messages in each other's memory: what a rank receives is what was sent, however streams run, in a graph or not."""
 
+import functools
 import itertools
 import random
 from collections.abc import Callable
@@ -198,6 +199,28 @@ def test_a_sum_has_the_words_of_one_process(
             for piece, one in itertools.product(range(2), range(ranks)):
                 sums = sums + given[turn, one, piece]
             assert torch.equal(out, sums.half().chunk(ranks)[rank] if scatter else sums.half())
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_rank_computes_something_else_before_it_waits(
+    ranks: int, rounds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once: rank 0 when it has sent its first parts, the others before theirs."""
+    streams, rows = Streams(ranks, monkeypatch), 768
+    over(streams, ranks, monkeypatch)
+    for streams.rank in range(ranks):
+        done: list[str] = []
+
+        def add(piece: int, band: Band, start: torch.Tensor | None, done: list[str] = done) -> torch.Tensor:
+            done.append("a part")
+            return torch.zeros(band[1] - band[0], 3)
+
+        meanwhile = functools.partial(done.append, "something else")
+        ordered_reduce.passed_on("some", (rows, 3), add, add, rounds, torch.float32, True, CPU, meanwhile)
+        parts, before = rounds * len(ordered_reduce.bands(rows)), 0 if streams.rank else len(ordered_reduce.bands(rows))
+        assert done == ["a part"] * before + ["something else"] + ["a part"] * (parts - before)
+    streams.run(random.Random(0))
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

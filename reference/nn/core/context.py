@@ -6,7 +6,7 @@ pair's functions see a plan, a context and tensors, but no module, so `optimized
 the same plan and the same addresses.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -247,6 +247,19 @@ class ModuleContext:
             self.store.delay(self, name, lambda: weight_gradient(module, name, g, x, dtype, how, is_first))
             return None
         return weight_gradient(module, name, g, x, dtype, how, is_first)
+
+    def weight_grad_once(
+        self, gemm: Gemm, g: Quantized, x: Operand | None, dtype: torch.dtype, wanted: bool
+    ) -> Callable[[], torch.Tensor | None]:
+        """`weight_grad` at its first call, or None if it is not wanted; later calls return the same tensor."""
+        found: list[torch.Tensor | None] = []
+
+        def once() -> torch.Tensor | None:
+            if not found:
+                found.append(self.weight_grad(gemm, g, x, dtype) if wanted else None)
+            return found[0]
+
+        return once
 
     def _kept(self) -> list[Quantized]:
         """The weights that an earlier microbatch has cast, if this one uses them."""

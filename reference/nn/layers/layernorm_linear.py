@@ -119,12 +119,13 @@ def quantized_backward(
     """Gradients of x, γ, β, w from a quantized dL/dy; `residual_grad` is the gradient that reaches x past the norm."""
     wants, gemm = plan.wants, context.gemm
     dx = dgamma = dbeta = of_norm = None
+    of_weight = context.weight_grad_once(gemm, g, saved.normed, plan.dtype, wants.weight)
     if wants.normed:
-        dnorm = dgrad(g, saved.w, plan.dtype, gemm.how)
+        dnorm = dgrad(g, saved.w, plan.dtype, gemm.how, of_weight)
         if norm_grad:
             dnorm = dnorm + norm_grad[0]
         dx, of_norm = begin_norm_backward(plan.norm, dnorm, saved.norm, residual_grad, gemm.how)
-    dw = context.weight_grad(gemm, g, saved.normed, plan.dtype) if wants.weight else None
+    dw = of_weight()
     if of_norm is not None:
         dgamma, dbeta = of_norm()
     return dx, dgamma, dbeta, dw

@@ -151,12 +151,13 @@ def backward(
         dh, db1 = fc1.grad.activation_grad(
             g, saved.w2, saved.h, activation, transpose=wants.fc1_weight, dbias=wants.fc1_bias
         )
+        of_weight = context.weight_grad_once(fc1, dh, saved.normed, dtype, wants.fc1_weight)
         if wants.normed:
-            dnorm = dgrad(dh, saved.w1, dtype, fc1.how)
+            dnorm = dgrad(dh, saved.w1, dtype, fc1.how, of_weight)
             if len(grads) > 1:
                 dnorm = dnorm + grads[1]
             dx, of_norm = begin_norm_backward(plan.norm, dnorm, saved.norm, residual_grad, fc1.how)
-        dw1 = context.weight_grad(fc1, dh, saved.normed, dtype) if wants.fc1_weight else None
+        dw1 = of_weight()
         if of_norm is not None:
             dgamma, dbeta = of_norm()
     return dx, dgamma, dbeta, dw1, db1, dw2, db2

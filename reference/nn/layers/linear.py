@@ -78,9 +78,9 @@ def backward(plan: Plan, context: ModuleContext, saved: Saved, grad: torch.Tenso
 def quantized_backward(plan: Plan, context: ModuleContext, saved: Saved, g: Quantized) -> Tensors:
     """dx, dw of a quantized dL/dy."""
     wants, gemm = plan.wants, context.gemm
-    dx = dgrad(g, saved.w, plan.dtype, gemm.how) if wants.x else None
-    dw = context.weight_grad(gemm, g, saved.x, plan.dtype) if wants.weight else None
-    return dx, dw
+    of_weight = context.weight_grad_once(gemm, g, saved.x, plan.dtype, wants.weight)
+    dx = dgrad(g, saved.w, plan.dtype, gemm.how, of_weight) if wants.x else None
+    return dx, of_weight()
 
 
 class LinearBase(TransformerEngineBaseModule):
