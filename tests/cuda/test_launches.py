@@ -172,7 +172,7 @@ def check(launches: list[Launched]) -> None:
 
 @pytest.mark.parametrize("name", LISTS)
 def test_launches_of_the_calls(name: str) -> None:
-    _, launches = dry(name)
+    launches = dry(name)
     assert launches
     check(launches)
 
@@ -184,14 +184,14 @@ def test_launches_of_the_calls(name: str) -> None:
     cols=st.one_of(st.integers(0, 40).map(lambda n: 16 * n), st.integers(1, 3000), st.sampled_from(WIDTHS)),
 )
 def test_launches_of_any_size(name: str, rows: int, cols: int) -> None:
-    check(dry_sized(name, rows, cols)[1])
+    check(dry_sized(name, rows, cols))
 
 
 @pytest.mark.parametrize("name", ["norm", "norm_cast_transpose"])
 def test_rows_of_every_width_have_a_kernel(name: str) -> None:
     """One that CI compiles, with shared memory that a block can have."""
     for width in WIDTHS:
-        launches = dry_sized(name, 7, width)[1]
+        launches = dry_sized(name, 7, width)
         assert launches or (name == "norm_cast_transpose" and width % 16), width
         check(launches)
     for x, kind, width in itertools.product((torch.bfloat16, torch.float32), ("layernorm", "rmsnorm"), WIDTHS):
@@ -223,7 +223,7 @@ def test_kernels_are_told_how_large_the_matrices_of_their_calls_are() -> None:
 def test_a_scale_is_of_all_parts_of_its_matrix() -> None:
     """Each block that looks for an amax leaves one, and the kernel that makes scales reads as many of each matrix."""
     seen = 0
-    for before, after in itertools.pairwise(dry("current_scale")[1]):
+    for before, after in itertools.pairwise(dry("current_scale")):
         if after.kernel.name == "total":
             assert int(after.args[2]) * after.grid[0] == math.prod(before.grid)
             seen += 1
@@ -231,14 +231,14 @@ def test_a_scale_is_of_all_parts_of_its_matrix() -> None:
 
 
 def test_every_kernel_of_the_ops_is_launched_by_some_call() -> None:
-    launched = {one.kernel.kernel for name in LISTS for one in dry(name)[1]}
+    launched = {one.kernel.kernel for name in LISTS for one in dry(name)}
     assert set(COMPILED) <= launched
 
 
 def test_every_value_of_a_macro_is_launched_by_some_call() -> None:
     """Of each kernel. What no call launches, no test on a GPU compares with the CPU."""
     launched = {
-        (kernel.kernel, *macro) for name in LISTS for kernel, *_ in dry(name)[1] for macro in kernel.defines.items()
+        (kernel.kernel, *macro) for name in LISTS for kernel, *_ in dry(name) for macro in kernel.defines.items()
     }
     compiled = {(kernel, *macro) for kernel, those in COMPILED.items() for one in those for macro in one.items()}
     assert not compiled - launched
@@ -249,13 +249,13 @@ def test_every_tile_is_launched_by_some_call() -> None:
     for name, kernel, tiles in (("gemm", "gemm", TILES), ("gemm_fp8", "gemm_fp8", FP8_TILES)):
         shapes = {
             (one.kernel.defines["WARPGROUPS"], one.kernel.defines["BLOCK_N"])
-            for one in dry(name)[1]
+            for one in dry(name)
             if one.kernel.kernel == kernel
         }
         assert shapes >= {(tile.warpgroups, tile.block_n) for tile in tiles}, kernel
     fused = {
         (one.kernel.defines["EPILOGUE"], one.kernel.defines["BLOCK_N"])
-        for one in dry("gemm_fused")[1]
+        for one in dry("gemm_fused")
         if one.kernel.kernel == "gemm_fp8_fused"
     }
     assert fused >= set(itertools.product(("BiasActivation", "BiasDropoutAdd"), {tile.block_n for tile in TILES}))

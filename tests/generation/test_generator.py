@@ -34,7 +34,7 @@ def test_a_rows_logits_do_not_depend_on_later_tokens(name: str, recipe: Any) -> 
             assert_same_bits(whole(model, text[:length]), rows[:length], f"{length}")
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data())
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("in_fp8", [False, True])

@@ -47,7 +47,7 @@ def every_page_is_somebodys(made: te.Generator) -> None:
     assert all(pages.lengths[name] == len(text) - 1 for name, text in made.schedule.kept.items())
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data())
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("in_fp8", [False, True])

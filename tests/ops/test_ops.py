@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 from shared.bits import assert_same_bits
-from shared.op_calls import LISTS, SIZED, drawn, dry, dry_sized, sized
+from shared.op_calls import LISTS, SIZED, drawn, listed, sized
 from torch.utils._pytree import tree_map_only
 
 import optimized  # noqa: F401  (registers the CUDA kernels)
@@ -56,7 +56,18 @@ def test_a_call_gives_the_same_twice_and_changes_what_it_says(name: str, every: 
 
 @pytest.mark.parametrize("name", LISTS)
 def test_a_compiler_may_trace_it(name: str) -> None:
-    """PyTorch's own checks of an op, one small call of each: its schema, its fake, and sizes that are symbols."""
+    """PyTorch's own checks of an op, one small call of each: its schema and its fake."""
+    check_traced(name, ["test_autograd_registration", "test_faketensor", "test_schema"])
+
+
+@pytest.mark.sample(14)
+@pytest.mark.parametrize("name", LISTS)
+def test_a_compiler_may_trace_it_for_any_size(name: str) -> None:
+    """The same with sizes that are symbols."""
+    check_traced(name, ["test_aot_dispatch_dynamic"])
+
+
+def check_traced(name: str, tests: list[str]) -> None:
     small: dict[str, Call] = {}
     for call in sorted(drawn(name), key=lambda call: sum(x.numel() for x in tensors_of(call.args))):
         if all(x.numel() for x in tensors_of(call.args)):
@@ -66,9 +77,8 @@ def test_a_compiler_may_trace_it(name: str) -> None:
         for x in given:  # NaN is not close to NaN
             if x.dtype in (torch.bfloat16, torch.float16, torch.float32):
                 x.nan_to_num_(1.0, 2.0, -2.0)
-        tests = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
-        if not any(x.dtype in FP8 for x in given):  # such a number cannot be multiplied, as that test does
-            tests.append("test_schema")
+        if any(x.dtype in FP8 for x in given):  # such a number cannot be multiplied, as that test does
+            tests = [one for one in tests if one != "test_schema"]
         torch.library.opcheck(getattr(torch.ops.twin, op).default, call.args, test_utils=tests)
 
 
@@ -121,8 +131,8 @@ def test_every_op_has_its_cases() -> None:
     """In a file of its own name, or of the op that it belongs to; one that only the CPU has needs none."""
     ops = set(library._IMPLEMENTATIONS["CPU"]) - set(library.CPU_ONLY)
     assert not set(library.CPU_ONLY) & set(library._IMPLEMENTATIONS["CUDA"])
-    assert set().union(*(dry(name)[0] for name in LISTS)) == ops
-    assert set().union(*(dry_sized(name, 1, 16)[0] for name in SIZED)) == ops
+    assert {call.name for name in LISTS for call in listed(name)} == ops
+    assert {call.name for name in SIZED for call in sized(name, "cpu", 1, 16)} == ops
     files = {name for name, module in cases.MODULES.items() if name != "layers"}
     assert files == set(LISTS), "without calls"
 

@@ -21,6 +21,13 @@ def drawn(name: str, seed: int = 0) -> list[Call]:
     return list(cases.MODULES[name].calls(Inputs("cpu", seed)))
 
 
+def listed(name: str) -> list[Call]:
+    """The calls of a file, large ones among them, without numbers."""
+    module = cases.MODULES[name]
+    every = (getattr(module, function, lambda inputs: ()) for function in ("calls", "large"))
+    return [call for function in every for call in function(Inputs("meta", filled=False))]
+
+
 def sized(name: str, device: torch.device | str, rows: int, cols: int) -> Iterator[Call]:
     """Its calls with matrices of that size."""
     yield from cases.MODULES[name].sized(Inputs(device), rows, cols)
@@ -48,18 +55,15 @@ def dry_calls(name: str) -> list[Ran]:
     return ran
 
 
-def dry(name: str) -> tuple[set[str], list[Launched]]:
-    """The ops that a file calls, and what they launch."""
-    ran = dry_calls(name)
-    return {one.op for one in ran}, [launched for one in ran for launched in one.launches]
+def dry(name: str) -> list[Launched]:
+    """What a file's calls launch."""
+    return [launched for one in dry_calls(name) for launched in one.launches]
 
 
-def dry_sized(name: str, rows: int, cols: int) -> tuple[set[str], list[Launched]]:
+def dry_sized(name: str, rows: int, cols: int) -> list[Launched]:
     """The same with matrices of that size; a call that is refused launches nothing."""
-    ops = set()
     with DryGpu(written=False) as gpu:
         for call in cases.MODULES[name].sized(Inputs("cuda", filled=False), rows, cols):
-            ops.add(call.name)
             with contextlib.suppress(ValueError):
                 call.run()
-    return ops, gpu.launches
+    return gpu.launches

@@ -83,7 +83,7 @@ def alone(size: Settings, steps: int, precisions: tuple[str, ...] = PRECISIONS) 
 
 def test_a_run_stops_in_one_layout_and_goes_on_in_another(tmp_path: Path) -> None:
     """Each run begins on two ranks and ends on four. Layers in each recipe that share more: test_tensor_parallel.py."""
-    sizes = {"data": (TINY, PRECISIONS), "weights": (WIDE, ("delayed", "block")), "tokens": (LONG, ("current",))}
+    sizes = {"data": (TINY, PRECISIONS), "weights": (WIDE, ("block",)), "tokens": (LONG, ("current",))}
     sizes["FSDP2 to TP"] = (WIDE, ("delayed",))
     first: dict[str, Any] = {"data": {}, "weights": {"tensor": 2}, "tokens": {"context": 2}}
     first |= {"FSDP2 to TP": {"shard": True}}

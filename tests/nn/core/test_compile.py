@@ -298,7 +298,7 @@ def test_no_function_that_a_compiler_traces_asks_for_its_locals() -> None:
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("fp8", [False, True], ids=["dequantized", "fp8"])
 def test_weights_that_are_kept_in_fp8(fp8: bool, backend: str) -> None:
     torch.manual_seed(1)
