@@ -55,8 +55,11 @@ _HERE, _META = torch.device("cuda", 0), torch.device("meta")
 _FROM = {torch.Tensor.cpu, torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.item}
 
 
-def _is_cuda(x: Any) -> bool:
-    return (isinstance(x, torch.device) and x.type == "cuda") or (isinstance(x, str) and x.split(":")[0] == "cuda")
+def _elsewhere(x: Any) -> Any:
+    """What a call is given, with "meta" in place of "cuda"."""
+    kind = type(x)
+    cuda = (kind is torch.device and x.type == "cuda") or (kind is str and x.split(":")[0] == "cuda")
+    return _META if cuda else x
 
 
 class _Pretends(TorchFunctionMode):
@@ -76,8 +79,9 @@ class _Pretends(TorchFunctionMode):
         kwargs = kwargs or {}
         x = args[0] if args and isinstance(args[0], torch.Tensor) else None
         if x is not None and x.is_meta:
-            if func in self.attributes:
-                return self.attributes[func](x)
+            attribute = self.attributes.get(func)
+            if attribute is not None:
+                return attribute(x)
             if func in _FROM or (func is torch.Tensor.to and any(map(_is_cpu, (*args, *kwargs.values())))):
                 ones = torch.ones(x.shape, dtype=x.dtype)
                 return ones if func in (torch.Tensor.cpu, torch.Tensor.to) else func(ones, *args[1:], **kwargs)
@@ -87,8 +91,9 @@ class _Pretends(TorchFunctionMode):
             return x
         if func is torch.Tensor.cuda:
             func, args = torch.Tensor.to, (x, _META)
-        args = tuple(_META if _is_cuda(one) else one for one in args)
-        return func(*args, **{name: _META if _is_cuda(one) else one for name, one in kwargs.items()})
+        if not kwargs:
+            return func(*map(_elsewhere, args))
+        return func(*map(_elsewhere, args), **{name: _elsewhere(one) for name, one in kwargs.items()})
 
 
 def _is_cpu(x: Any) -> bool:
@@ -125,6 +130,7 @@ class DryGpu(contextlib.ExitStack):
         self._reuses = False
         self._numbers: dict[int, int] = {}
         self._maps: list[str] = []
+        self._map_numbers: dict[str, int] = {}  # by the text
         self._encoded: list[tuple[Any, ...]] = []  # what the driver was asked for each
 
     def __enter__(self) -> "DryGpu":
@@ -289,10 +295,11 @@ class DryGpu(contextlib.ExitStack):
         shape, strides, box, steps, *modes = (tuple(one) if hasattr(one, "__len__") else one for one in rest)
         unusual = f" rank={rank}" * (rank != len(shape)) + f" steps={steps}" * (set(steps) != {1})
         text = f"map {self._number(pointer)} type={kind} {shape} {strides} {box} {modes}{unusual}".replace(", ", ",")
-        if text not in self._maps:
+        number = self._map_numbers.setdefault(text, len(self._maps))
+        if number == len(self._maps):
             self._maps.append(text)
             self._encoded.append((kind, rank, *rest))
-        ctypes.memmove(words, np.int64(_MAP + self._maps.index(text)).tobytes(), 8)
+        ctypes.memmove(words, np.int64(_MAP + number).tobytes(), 8)
         return 0
 
     def _replace(self, words: int, pointer: int) -> int:
