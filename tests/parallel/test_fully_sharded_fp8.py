@@ -218,6 +218,7 @@ def test_ranks_have_the_words_of_one_process(world: int, tmp_path: Path) -> None
     check(world, tmp_path, resumed=world > 1)
 
 
+@pytest.mark.slow
 def test_replicas_of_shards_go_on_with_the_words_of_one_process_and_it_with_theirs(tmp_path: Path) -> None:
     check(4, tmp_path, resumed=True, shape=(2, 2))
 
