@@ -75,11 +75,11 @@ def test_a_damaged_recording_is_a_sentence(
         assert outcome.result.endswith(f"{reader.RESTORED}.")
 
 
-@pytest.mark.parametrize("every", [16, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [9, pytest.param(1, marks=pytest.mark.slow)])
 def test_parity_replays_recordings(
     no_gpu: None, every: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Every op; of the layers, which take two thirds of the time, every sixteenth case. All of them are a slow test.
+    """Every op; of the layers, which take two thirds of the time, every ninth case. All of them are a slow test.
 
     So are all words of others' kernels, of which files of their own (test_tensor_core.py, test_golden_linear.py and
     test_golden_transformer_engine.py) have every one in the fast suite.
