@@ -6,6 +6,8 @@
     fully_sharded.py    that order as the reduce-scatter of FSDP2's fully_shard, and an all-gather for it
     peer_memory.py      what ranks of one host send to each other by copy engines
     ordered_reduce.py   a sum over K that passes from rank to rank
+    exchange.py         such a sum of many rows, of which each rank computes some
+    messages.py         messages in the memory of other ranks of the host
     tensor.py           layers whose weights the ranks of a group share
     context.py          attention of a sequence whose tokens they share
     tokens.py           the layers around it

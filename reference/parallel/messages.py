@@ -10,9 +10,13 @@ Each is done on another stream, which begins when torch's current stream is at t
 where the result is used. So a message arrives and is copied while something else is computed. Sends take turns on two,
 by their numbers, so that the link is in use while words are written.
 
-Nothing is counted: which room a message takes follows from its distance (how many ranks on the receiver is), its size
-and its number, which are in the call. So ranks agree about it even where one replays a graph while another makes the
-calls one by one, and a graph may be replayed any number of times. Words wait for words alone, so the host waits for
+What arrives may also be used where it is. Then torch's current stream waits, and says when the room is free again:
+
+    arrive      wait until FULL is 1, write 0 to it        used        write 0 to BUSY
+
+Nothing is counted: which room a message takes follows from its distance (how many ranks on the receiver is), its
+size, kind and number, which are in the call. So ranks agree about it even where one replays a graph while another makes
+the calls one by one, and a graph may be replayed any number of times. Words wait for words alone, so the host waits for
 nothing.
 
 No wait comes before what the other rank needs to end it, even if a GPU does the work of all streams in the order in
@@ -36,8 +40,11 @@ FULL, BUSY, BOTH = 0, 4, 8  # bytes: where a room's words are, and how many they
 BEATS = 16  # of as many calls one has a beat
 
 
+_Key = tuple[int, str, int, int]  # of a box: distance, kind, how many rooms, and bytes of each
+
+
 class _Box(NamedTuple):
-    """The rooms for messages of one distance and one size.
+    """The rooms for messages of one distance, kind and size.
 
     Attributes:
         own: this rank's memory: words, then rooms for what it receives.
@@ -79,14 +86,16 @@ class Messages:
     def __init__(self, group: Any, device: torch.device) -> None:
         self._name, self._device = groups.name_of(group), device  # a name: the group is a weak key
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
-        self._boxes: dict[tuple[int, int, int], _Box] = {}
+        self._boxes: dict[_Key, _Box] = {}
         self._streams: Any = None  # two of sends, one of receives
         self._broken = False
         self._calls = 0
         self._beat = peer_memory.Beat()
 
-    def prepare(self, distances: Iterable[int], size: int, rooms: int = 1) -> bool:
+    def prepare(self, distances: Iterable[int], size: int, rooms: int = 1, kind: str = "") -> bool:
         """Have rooms for messages of up to `size` bytes; all ranks of the group call it alike.
+
+        Those of different kinds have rooms of their own.
 
         Returns:
             False in a CUDA graph's capture if there are none yet: to make them the ranks wait for each other.
@@ -96,12 +105,12 @@ class Messages:
                 "a sum over these ranks has ended by an error, and their messages no longer agree; a new process group "
                 "is accepted."
             )
-        keys = [(distance, rooms, _class_of(size)) for distance in distances]
+        keys = [(distance, kind, rooms, _class_of(size)) for distance in distances]
         missing = [key for key in keys if key not in self._boxes]
         if missing and self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return False
         for key in missing:
-            distance, rooms, room = key
+            distance, _, rooms, room = key
             own, every = peer_memory.fresh(rooms * room, self._device, self._name)
             there, back = every[(self.rank + distance) % self.ranks], every[(self.rank - distance) % self.ranks]
             self._boxes[key] = _Box(own, there, back, room)
@@ -119,17 +128,20 @@ class Messages:
         stream.wait_stream(torch.cuda.current_stream(self._device))
         return stream
 
-    def send(self, x: torch.Tensor, to: int, size: int, rooms: int = 1, number: int = 0) -> UnderWay:
+    def _box(self, distance: int, kind: str, rooms: int, size: int) -> _Box:
+        return self._boxes[distance % self.ranks, kind, rooms, _class_of(size)]
+
+    def send(self, x: torch.Tensor, to: int, size: int, rooms: int = 1, number: int = 0, kind: str = "") -> UnderWay:
         """Send contiguous uint8 [n] to a rank; its memory stays until the result has been waited for.
 
         Args:
             x: at most `size` bytes.
             to: the rank.
-            size, rooms: as they were given to `prepare`.
-            number: of the message; with each number the next room is taken, in turn.
+            size, rooms, kind: as they were given to `prepare`.
+            number: of the message; with each number the next room is taken, and the other stream, in turn.
         """
-        box, number = self._boxes[(to - self.rank) % self.ranks, rooms, _class_of(size)], number % rooms
-        stream = self._beside(number % 2)
+        box, stream = self._box(to - self.rank, kind, rooms, size), self._beside(number % 2)
+        number %= rooms
         with torch.cuda.stream(stream):
             peer_memory.swap(box.own.data_ptr() + BOTH * number + BUSY, 0, 1)
             peer_memory.copy(box.room(box.there, number, x.numel()), x)
@@ -138,13 +150,26 @@ class Messages:
 
     def receive(self, x: torch.Tensor, source: int, size: int, rooms: int = 1, number: int = 0) -> UnderWay:
         """Receive contiguous uint8 [n] from a rank, in the order of calls; the other arguments are `send`'s."""
-        box, number = self._boxes[(self.rank - source) % self.ranks, rooms, _class_of(size)], number % rooms
+        box, number = self._box(self.rank - source, "", rooms, size), number % rooms
         stream = self._beside(2)
         with torch.cuda.stream(stream):
             peer_memory.swap(box.own.data_ptr() + BOTH * number + FULL, 1, 0)
             peer_memory.copy(x, box.room(box.own, number, x.numel()))
             peer_memory.write(box.back.data_ptr() + BOTH * number + BUSY, 0)
             return UnderWay((stream.record_event(),), self.abandoned)
+
+    def room(self, source: int, size: int, kind: str) -> torch.Tensor:
+        """Where messages from a rank arrive, uint8 [size]; of a kind with one room."""
+        box = self._box(self.rank - source, kind, 1, size)
+        return box.room(box.own, 0, size)
+
+    def arrive(self, source: int, size: int, kind: str) -> None:
+        """Let torch's current stream wait until a message from a rank is in `room`."""
+        peer_memory.swap(self._box(self.rank - source, kind, 1, size).own.data_ptr() + FULL, 1, 0)
+
+    def used(self, source: int, size: int, kind: str) -> None:
+        """`room` may be written again when torch's current stream is here."""
+        peer_memory.write(self._box(self.rank - source, kind, 1, size).back.data_ptr() + BUSY, 0)
 
     def beat(self) -> None:
         """In one of `BEATS` calls start a `Beat`; all ranks call it alike."""

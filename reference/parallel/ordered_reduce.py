@@ -217,11 +217,11 @@ def _hand_out(out: torch.Tensor, parts: list[torch.Tensor], group: str, size: in
         return False
     for to in range(rank):
         if parts[to].numel():
-            _wait_too(out, peers.send(bytes_of(parts[to]), to, size, ROOMS, number))
+            wait_too(out, peers.send(bytes_of(parts[to]), to, size, ROOMS, number))
     return True
 
 
-def _wait_too(x: torch.Tensor, work: UnderWay) -> None:
+def wait_too(x: torch.Tensor, work: UnderWay) -> None:
     """Let who waits for x wait for this, too."""
     before = groups.under_way.works.get(x.data_ptr())
     groups.under_way.works[x.data_ptr()] = work if before is None else work._replace(events=before.events + work.events)
@@ -251,7 +251,7 @@ def _take(
     if rank + 1 < count:
         for number, place in enumerate(places):
             if place.numel():
-                _wait_too(out, peers.receive(bytes_of(place), count - 1, size, ROOMS, number))
+                wait_too(out, peers.receive(bytes_of(place), count - 1, size, ROOMS, number))
     else:
         for place, one in zip(places, ended, strict=True):
             if place.numel():

@@ -3,11 +3,12 @@
     column    w `[out / t, in]` on each rank: its rows of w, its columns of y and of g = dL/dy
     row       w `[out, in / t]`: its columns of w, and of x
 
-    y  = x·wᵀ + b     column: on each rank, its columns                  row: one chain over `in` through the ranks
-    dx = g·w          column: one chain over `out` through the ranks     row: on each rank, its columns
+    y  = x·wᵀ + b     column: on each rank, its columns                  row: one chain over `in` of all ranks
+    dx = g·w          column: one chain over `out` of all ranks          row: on each rank, its columns
     dw = gᵀ·x         on each rank, its rows or columns of w; K is the tokens, of which it has all
 
-A chain adds as one process does (`reference.parallel.ordered_reduce`). Sequence parallel: outside of the two maps each
+A chain adds as one process does. That of few rows passes through the ranks (`reference.parallel.ordered_reduce`); of
+many rows each rank computes its own (`reference.parallel.exchange`). Sequence parallel: outside of the two maps each
 rank has its tokens only. A column-parallel map gathers the rows of x, a row-parallel one those of g; what comes out of
 a chain goes to the ranks by rows.
 
@@ -17,6 +18,7 @@ cast. Blocks of 128 lie within a rank. Where a tensor has one scale, codes are g
 bits, in blocks, whose transposes have scales along the tokens, and where a bias's gradient is summed from them.
 """
 
+import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -25,12 +27,21 @@ import torch
 from reference.ops.casts.cast_transpose import ceil16
 from reference.ops.gemms.gemm_part import CUTS
 from reference.ops.library import twin
-from reference.parallel import ordered_reduce
+from reference.parallel import exchange, ordered_reduce
 from reference.parallel.ordered_reduce import Band
 from reference.recipes.block_scaling import InBlocks
 from reference.recipes.current_scaling import Current, scale_of_amaxes, scale_of_ranks
 from reference.recipes.delayed_scaling import Delayed
-from reference.recipes.quantized import Operand, Quantized, per_tensor, pieces_of, products, rows_of_operand
+from reference.recipes.quantized import (
+    SCALES_OF_ROWS,
+    Operand,
+    Products,
+    Quantized,
+    per_tensor,
+    pieces_of,
+    products,
+    rows_of_operand,
+)
 from reference.recipes.quantizer import (
     ActivationPlan,
     Around,
@@ -42,6 +53,7 @@ from reference.recipes.quantizer import (
     Quantizer,
 )
 from reference.recipes.roles import GemmRoles, Roles
+from reference.support import groups
 
 
 class Shared(NamedTuple):
@@ -59,6 +71,13 @@ class Shared(NamedTuple):
     sequence: bool
     sizes: tuple[int, ...]
 
+    def send_ahead(self, b: Operand, rows: int) -> None:
+        """Begin to send what the next `chain` of as many rows reads of b, if it does."""
+        if b.codes.numel() and exchange.pays(self.group, rows):
+            if b.codes.data_ptr() in groups.under_way.ahead:  # of a call that an error has ended
+                groups.abandon()
+            groups.under_way.ahead[b.codes.data_ptr()] = _of_ranks(self.group, [b] * self._count, "b")
+
     def chain(
         self,
         a: Operand,
@@ -74,12 +93,11 @@ class Shared(NamedTuple):
         """
         gemm, shape, device = products(a, b), (a.codes.shape[0], b.codes.shape[0]), a.codes.device
         if not shape[0] * shape[1]:  # on every rank
-            rows = shape[0] // ordered_reduce.ranks_of(self.group)[1] if self.sequence else shape[0]
+            rows = shape[0] // self._count if self.sequence else shape[0]
             return torch.zeros((rows, shape[1]), dtype=out_dtype, device=device)
-        pieces = [(a, b)]
-        if len(self.sizes) > 1:
-            sizes = list(self.sizes)
-            pieces = list(zip(pieces_of(a, sizes, True), pieces_of(b, sizes, True), strict=True))
+        if exchange.pays(self.group, shape[0]):
+            return self._exchanged(gemm, a, b, bias, out_dtype, accumulate, meanwhile)
+        pieces = self._pieces(a, b)
 
         def part(piece: int, band: Band, start: torch.Tensor | None) -> torch.Tensor:
             assert gemm.part is not None
@@ -87,14 +105,60 @@ class Shared(NamedTuple):
             return gemm.part(rows, other, start, accumulate)
 
         def last(piece: int, band: Band, start: torch.Tensor | None) -> torch.Tensor:
-            if gemm.part_and_end is not None:
-                rows, other = rows_of_operand(pieces[piece][0], *band), pieces[piece][1]
-                return gemm.part_and_end(rows, other, start, bias, out_dtype, accumulate)
-            assert gemm.end is not None
-            return gemm.end(part(piece, band, start), a, b, bias, out_dtype)
+            rows, other = rows_of_operand(pieces[piece][0], *band), pieces[piece][1]
+            return _last_part(gemm, rows, other, start, bias, out_dtype, accumulate)
 
         rest = (len(pieces), out_dtype, self.sequence, device, meanwhile)
         return ordered_reduce.passed_on(self.group, shape, part, last, *rest)
+
+    @property
+    def _count(self) -> int:
+        return ordered_reduce.ranks_of(self.group)[1]
+
+    def _pieces(self, a: Operand, b: Operand) -> list[tuple[Operand, Operand]]:
+        """The pieces of K of one rank."""
+        if len(self.sizes) == 1:
+            return [(a, b)]
+        sizes = list(self.sizes)
+        return list(zip(pieces_of(a, sizes, True), pieces_of(b, sizes, True), strict=True))
+
+    def _exchanged(
+        self,
+        gemm: Products,
+        a: Operand,
+        b: Operand,
+        bias: torch.Tensor | None,
+        out_dtype: torch.dtype,
+        accumulate: str,
+        meanwhile: Callable[[], object] | None,
+    ) -> torch.Tensor:
+        """`chain` of many rows: this rank computes its own, the parts of all ranks one after the other."""
+        count, rows = self._count, a.codes.shape[0] // self._count
+        try:
+            ahead = groups.under_way.ahead.pop(b.codes.data_ptr(), None)
+            of_b = _of_ranks(self.group, [b] * count, "b") if ahead is None else ahead
+            given = [rows_of_operand(a, rank * rows, (rank + 1) * rows) for rank in range(count)]
+            of_a = _of_ranks(self.group, given, "a")
+            if meanwhile is not None:
+                meanwhile()
+            pieces: list[list[tuple[Operand, Operand]]] = []  # of each rank
+            out: torch.Tensor | None = None
+            for piece, rank in itertools.product(range(len(self.sizes)), range(count)):
+                if not piece:
+                    pieces.append(self._pieces(of_a.of(rank), of_b.of(rank)))
+                part = pieces[rank][piece]
+                if (piece, rank) == (len(self.sizes) - 1, count - 1):
+                    out = _last_part(gemm, *part, out, bias, out_dtype, accumulate)
+                else:
+                    assert gemm.part is not None
+                    out = gemm.part(*part, out, accumulate)
+            of_a.end()
+            of_b.end()
+        except BaseException:
+            groups.abandon()
+            raise
+        assert out is not None
+        return out if self.sequence else ordered_reduce.gathered_rows(self.group, out)
 
     def quantizers(self, roles: GemmRoles, found: dict[str, Quantizer]) -> None:
         """Let the quantizers of a map's tensors see those of all ranks."""
@@ -105,6 +169,58 @@ class Shared(NamedTuple):
                 found[role.name] = of_whole(one, self.group)
             elif self.sequence:
                 found[role.name] = Gathered(of_whole(one, self.group), self.group)
+
+
+def _last_part(
+    gemm: Products,
+    a: Operand,
+    b: Operand,
+    accumulator: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    accumulate: str,
+) -> torch.Tensor:
+    """The last part of a sum, and what follows it."""
+    if gemm.part_and_end is not None:
+        return gemm.part_and_end(a, b, accumulator, bias, out_dtype, accumulate)
+    assert gemm.part is not None
+    assert gemm.end is not None
+    return gemm.end(gemm.part(a, b, accumulator, accumulate), a, b, bias, out_dtype)
+
+
+class OfRanks(NamedTuple):
+    """The parts of an operand that the ranks send each other.
+
+    Attributes:
+        own: this rank's.
+        codes: of all.
+        scales: of all; None where they are the same on all ranks, or there are none.
+    """
+
+    own: Operand
+    codes: exchange.Arriving
+    scales: exchange.Arriving | None
+
+    def of(self, rank: int) -> Operand:
+        """A rank's, when it has arrived; asked once for each."""
+        scales = self.own.scales if self.scales is None else self.scales.of(rank)
+        return self.own._replace(codes=self.codes.of(rank), scales=scales)
+
+    def end(self) -> None:
+        """After the last use."""
+        for one in (self.codes, self.scales):
+            if one is not None:
+                one.end()
+
+
+def _of_ranks(group: str, given: list[Operand], kind: str) -> OfRanks:
+    """Begin to send `given[r]` to rank r; the scales too, if they are those of blocks."""
+    own = given[ordered_reduce.ranks_of(group)[0]]
+    codes = exchange.begin([one.codes for one in given], group, kind)
+    scales: exchange.Arriving | None = None
+    if own.layout in SCALES_OF_ROWS:
+        scales = exchange.begin([one.scales for one in given], group, f"scales of {kind}")  # type: ignore[misc]
+    return OfRanks(own, codes, scales)
 
 
 def part_of(whole: torch.Tensor, dim: int, sizes: tuple[int, ...], rank: int, count: int) -> torch.Tensor:

@@ -322,6 +322,15 @@ def fprop(
     return stacked([fprop(x, Quantized(one, None), its_bias, out_dtype, how) for one, its_bias in parts], 1)
 
 
+def send_ahead(w: Weight, tokens: int, how: Accumulation) -> None:
+    """Let ranks that share a row-parallel map begin to send each other its weight, for the `fprop` of so many tokens.
+
+    That `fprop` follows in the same call, and computes it without another of this weight before.
+    """
+    if how.shared is not None and how.shared.splits_input and not isinstance(w.row, Stacked):
+        how.shared.send_ahead(w.row, tokens)
+
+
 class Dropout(NamedTuple):
     """p, rng_state and kept of `twin::bias_dropout_add`."""
 

@@ -45,11 +45,13 @@ all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all
 class _UnderWay(threading.local):
     """Of each thread: by a tensor's address, what sends it or receives into it (`reference.parallel.ordered_reduce`).
 
+    `ahead`: what was begun to be sent before it is known with what it is multiplied (`reference.parallel.tensor`).
     Whoever makes such calls, for the first time or from a tape, forgets them after an error.
     """
 
     def __init__(self) -> None:
         self.works: dict[int, Any] = {}
+        self.ahead: dict[int, Any] = {}
 
 
 under_way = _UnderWay()
@@ -61,6 +63,7 @@ def abandon() -> None:
         if hasattr(work, "abandoned"):
             work.abandoned()
     under_way.works.clear()
+    under_way.ahead.clear()
 
 
 def _called(function: Callable[..., Any], args: list[Any]) -> None:

@@ -17,11 +17,11 @@ def test_a_layer_that_ranks_share_is_timed_with_and_without_communication(
 ) -> None:
     monkeypatch.setattr(torch.multiprocessing, "spawn", lambda work, args, nprocs: ranks(work, args, nprocs))
     case = replace(tensor_parallel.CASE, hidden=256, ffn=256, heads=4, kv_heads=2, sequence=256)
-    ways = (Way(True, False), Way(True, True, 8), Way(True, True, 1))
+    ways = (Way(True, False), Way(True, True), Way(True, True, True))
     tensor_parallel.run(str(tmp_path / "found.json"), 2, "cpu", case, ways)
     rows = json.loads((tmp_path / "found.json").read_text())["rows"]
     assert [row["way"] for row in rows] == [way.name for way in ways]
     assert all(row["ms"]["median"] > 0 for row in rows), rows
     shared = rows[1:]
     assert all(row[name]["median"] > 0 for row in shared for name in ("communication alone", "without communication"))
-    assert shared[0]["bytes"] == shared[1]["bytes"] > 0  # bands change how many calls there are, and not their bytes
+    assert shared[0]["bytes"] == shared[1]["bytes"] > 0  # of few tokens they are one way

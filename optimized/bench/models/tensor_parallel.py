@@ -7,10 +7,14 @@ that ranks share, two more times: "without communication" is the step in which n
 memory where something would have been received; "communication alone" is all that a step sends, in its order, and
 nothing between. PyTorch's layer has bf16 weights and torch.compile, and is shared by `parallelize_module`.
 
+Of so many tokens ranks send each other codes, of which each computes its rows (`reference.parallel.exchange`). "Sums
+passed on" is the way of fewer tokens: sums go from rank to rank.
+
 A step of ours is played from a tape, which is one CUDA graph, messages between the GPUs included.
 """
 
 import argparse
+import sys
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -30,7 +34,7 @@ from optimized.tapes import call_groups
 from optimized.tapes.collectives import Collective
 from optimized.tapes.memory import TensorRef
 from optimized.tapes.tape import Tape
-from reference.parallel import ordered_reduce
+from reference.parallel import exchange, ordered_reduce
 from reference.support import groups
 
 WHAT = "ms of forward and backward of a Llama layer that several GPUs share"
@@ -47,21 +51,21 @@ Call = tuple[Callable[..., Any], list[Any]]
 
 
 class Way(NamedTuple):
-    """Who computes the layer, whether ranks share it, and of ours into how many bands a sum over K is cut at most."""
+    """Who computes the layer, whether ranks share it, and of ours whether they pass sums of many rows on, too."""
 
     ours: bool
     shared: bool
-    bands: int = 0
+    passes: bool = False
 
     @property
     def name(self) -> str:
         """As in a table."""
         who = "Twin Engine, FP8" if self.ours else "PyTorch, compiled, bf16"
         how = "tensor parallel" if self.shared else "alone"
-        return ", ".join([who, how] + [f"{self.bands} bands"] * (self.bands > 0))
+        return ", ".join([who, how] + ["sums passed on"] * self.passes)
 
 
-WAYS = (Way(True, False), Way(True, True, 8), Way(True, True, 4), Way(False, False), Way(False, True))
+WAYS = (Way(True, False), Way(True, True), Way(True, True, True), Way(False, False), Way(False, True))
 
 
 class Attention(torch.nn.Module):
@@ -196,6 +200,8 @@ def _bytes(calls: list[Call]) -> int:
             found += args[0].nbytes
         elif function is ordered_reduce._gather:
             found += args[1].nbytes * (dist.get_world_size() - 1)
+        elif function is exchange._send:
+            found += sum(x.nbytes for to, x in enumerate(args[0]) if to != rank)
     return found
 
 
@@ -238,7 +244,7 @@ def _communication(step: Step, device: torch.device) -> Row:
 def measured(contestant: tuple[Way, Case], device: torch.device) -> Row:
     """Of a way: ms of its steps, and of ours that ranks share what communication costs."""
     way, case = contestant
-    with mock.patch.object(ordered_reduce, "BANDS", way.bands or ordered_reduce.BANDS):
+    with mock.patch.object(exchange, "ROWS", sys.maxsize if way.passes else exchange.ROWS):
         step = stepper(way, case, device)
         row: Row = {"ms": measure.spread(timed(step, device))}
         return row | (_communication(step, device) if way.ours and way.shared else {})

@@ -33,7 +33,7 @@ from reference.nn.layers.layernorm import (
 )
 from reference.nn.layers.layernorm_linear import norm_output
 from reference.ops.activations.activation import CLAMPED, Clamp, is_gated
-from reference.recipes.quantized import Operand, Quantized, as_dtype, dgrad, fprop, rows_of
+from reference.recipes.quantized import Operand, Quantized, as_dtype, dgrad, fprop, rows_of, send_ahead
 from reference.recipes.quantizer import ActivationPlan, NormPlan
 from reference.recipes.roles import Roles, linear_map
 from reference.support.nested import Tensors
@@ -112,6 +112,7 @@ def hidden_forward(
         WeightRequest(context, fc1, fc1_weight, transpose=wants.normed),
         WeightRequest(context, fc2, fc2_weight, transpose=wants.hidden),
     )
+    send_ahead(w2, len(normed.row.codes), fc2.how)
     activation = ActivationPlan(plan.activation, dtype, fc1.how)
     h, a = fc2.input.activation(normed, w1, fc1_bias, activation, transpose=wants.fc2_weight)
     of_norm = layernorm.Saved(x, gamma, mean, rstd)

@@ -6,6 +6,7 @@ import itertools
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ from shared.tensor_ranks import (
 
 import reference as te
 from reference.inspect.statistics import collect_stats
-from reference.parallel import ordered_reduce
+from reference.parallel import exchange, ordered_reduce
 from reference.recipe import Float8CurrentScaling, Float8RowwiseScaling
 
 SEQUENCE, BATCH, IN, OUT = 12, 3, 512, 512
@@ -244,6 +245,11 @@ def test_a_linear_layer_in_every_form(count: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_sums_of_many_rows_on_four_ranks(tmp_path: Path) -> None:
+    compare_cases(4, tmp_path, EXCHANGED, exchanged, dims_of_exchanged)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 4])
 def test_layers_with_a_norm_in_every_form(count: int, tmp_path: Path) -> None:
     compare_cases(count, tmp_path, NORMED, normed, dims_of_normed)
@@ -333,6 +339,47 @@ def banded(group: Any, count: int, rank: int, recipe: str, mode: str, rows: int)
         y = layer(x)
     y.backward(part(numbers(2, rows, 512), 1 if mode == "column" else None, rank, count, 2 if mode == "column" else 1))
     return {"y": y.detach(), "dx": x.grad}  # type: ignore[dict-item]
+
+
+def exchanged(
+    group: Any, count: int, rank: int, recipe: str, kind: str, sequence: bool, more: Any
+) -> dict[str, torch.Tensor]:
+    """Two steps of so many tokens that ranks send each other codes, in place of sums."""
+    with (
+        mock.patch.object(exchange, "ROWS", 128),
+        mock.patch.object(exchange, "begin", wraps=exchange.begin) as begun,
+    ):
+        torch.manual_seed(5)
+        of_all: dict[str, Any] = {"params_dtype": BF16, "tp_group": group, "sequence_parallel": sequence, **dict(more)}
+        layer: Any
+        if kind == "LayerNormMLP":
+            layer = te.LayerNormMLP(256, 512, set_parallel_mode=True, **of_all)
+        else:
+            layer = te.Linear(512, 512, parallel_mode=kind, **of_all)
+        width = 256 if kind == "LayerNormMLP" else 512
+        found: dict[str, torch.Tensor] = {}
+        tokens = 0 if sequence else None
+        for step in range(2):
+            x = part(numbers(step, 512, width, scale=2.0**-3), 1 if kind == "row" else tokens, rank, count)
+            g = numbers(100 + step, 512, width, scale=2.0**-7)
+            g = part(g, 1 if kind == "column" else tokens, rank, count)
+            x.requires_grad_()
+            with te.autocast(enabled=RECIPES[recipe] is not None, recipe=RECIPES[recipe]):
+                y = layer(x)
+            y.backward(g)
+            found |= {f"{step}.y": y.detach(), f"{step}.dx": x.grad}  # type: ignore[dict-item]
+        assert begun.called is (group is not None)
+        return found | {f"{name}.grad": p.grad for name, p in layer.named_parameters()}  # type: ignore[misc]
+
+
+def dims_of_exchanged(case: tuple[Any, ...], name: str) -> Any:
+    _, kind, sequence, _ = case
+    if kind == "LayerNormMLP":
+        return dims_of_normed(case, name)
+    if name.endswith((".y", ".dx")):
+        split = 1 if (kind == "column") is name.endswith(".y") else 0 if sequence else None
+        return split
+    return (None if kind == "row" else 0) if "bias" in name else 1 if kind == "row" else 0
 
 
 def refused(group: Any, count: int, rank: int) -> dict[str, torch.Tensor]:
@@ -441,12 +488,24 @@ def dims_of_core(case: tuple[Any, ...], name: str) -> Any:
 
 WAYS = {one: (one,) for one in ("given later", "copied", "pickled", "computed again", "microbatches")}
 BANDED = {f"{recipe} {mode}": (recipe, mode, 301) for recipe in RECIPES for mode in ("column", "row")}
+SWIGLU = {"activation": "swiglu", "normalization": "RMSNorm", "bias": False}
+EXCHANGED = {
+    f"{recipe} {kind}{' sequence' * sequence} {more}": (recipe, kind, sequence, tuple(more.items()))
+    for recipe in RECIPES
+    for kind, sequence, more in (
+        ("column", False, {}),
+        ("row", True, {}),
+        ("LayerNormMLP", False, {}),
+        ("LayerNormMLP", True, SWIGLU),
+    )
+}
 OF_TWO: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "a linear layer": (linear, dims, FAST),
     "layers with a norm": (normed, dims_of_normed, FAST_NORMED),
     "attention and layers": (attention, dims_of_attention, FAST_ATTENTION),
     "other ways to run a layer": (others, lambda _, name: dims_of_attention(("", "", True, ()), name), WAYS),
     "sums that go through the ranks in bands": (banded, dims_of_banded, BANDED),
+    "sums of many rows": (exchanged, dims_of_exchanged, EXCHANGED),
     "attention of some heads": (core, dims_of_core, CORES),
 }
 
@@ -476,6 +535,7 @@ ON_GPUS: dict[str, dict[str, tuple[Any, Any, dict[str, Any]]]] = {
             {name: (*case[:3], (*case[3], *NO_DROPOUT), case[4]) for name, case in FAST_ATTENTION.items()},
         ),
         "sums that go through the ranks in bands": (banded, dims_of_banded, BANDED),
+        "sums of many rows": (exchanged, dims_of_exchanged, EXCHANGED),
     },
     "with dropout": {
         "attention and layers": (attention, dims_of_attention, FAST_ATTENTION),
@@ -561,7 +621,7 @@ from shared.dry_gpu import DryGpu
 import optimized, reference as te
 from optimized.tapes import call_groups
 from reference.nn.core import tensor_parallel
-from reference.parallel import ordered_reduce
+from reference.parallel import exchange, ordered_reduce
 from reference.support import groups
 
 calls = []
@@ -577,6 +637,9 @@ def noted(name):
 
 for name in ("_receive", "_send", "_end", "_hand_out", "_take", "_gather"):
     setattr(ordered_reduce, name, noted(name))
+for name in ("_find_rooms", "_send", "_arrive", "_end"):
+    setattr(exchange, name, noted("exchange" + name))
+exchange.ROWS = {least}
 groups.largest = noted("largest")
 groups.group_of = lambda name: None
 ordered_reduce.ranks_of = lambda group: ({rank}, 2)
@@ -588,7 +651,7 @@ with DryGpu() as gpu:
     )
     layer.tp_name = "some"
     layer._take_roles()
-    x = torch.empty(600, {width}, dtype=torch.bfloat16, device="cuda").requires_grad_()
+    x = torch.empty({rows}, {width}, dtype=torch.bfloat16, device="cuda").requires_grad_()
     steps = []
     for step in range(6):
         gpu.lines.clear()
@@ -605,20 +668,25 @@ print(json.dumps(steps))
 """
 
 
-@pytest.mark.parametrize("mode", ["row", "column"])
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_tape_contains_a_chain(rank: int, mode: str) -> None:
-    """Of a GPU that only takes notes: the launches and what communicates lie on the tape in their order."""
-    row = mode == "row"
-    given = {"rank": rank, "mode": mode, "width": 256 if row else 512}
+def of_notes(**given: Any) -> list[Any]:
+    """The steps of `_DRY`: of each its calls, what its tapes have, and whether they can be used."""
     program = _DRY
     for name, value in given.items():
         program = program.replace(f"{{{name}}}", str(value))
     done = run(program)
     assert done.returncode == 0, done.stderr
-    first, *_, last = json.loads(done.stdout)
-    assert last[0] == ["largest", "largest"]  # of the update of scales, in each direction
-    assert all(last[2])
+    found = json.loads(done.stdout)
+    assert found[-1][0] == ["largest", "largest"]  # of the update of scales, in each direction
+    assert all(found[-1][2])
+    return found  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("mode", ["row", "column"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_tape_contains_a_chain(rank: int, mode: str) -> None:
+    """Of a GPU that only takes notes: the launches and what communicates lie on the tape in their order."""
+    row = mode == "row"
+    first, *_, last = of_notes(rank=rank, mode=mode, width=256 if row else 512, rows=600, least=10**9)
     bands = len(ordered_reduce.bands(600 if row else 1200))
     expected = {"_receive": bands, "_end": bands + 1} if rank else {"_send": bands, "_end": 2}  # one of the gathering
     for called in (first[0], last[1]):
@@ -630,3 +698,27 @@ def test_a_tape_contains_a_chain(rank: int, mode: str) -> None:
     assert "end_gemm" not in last[1]
     at = last[1].index("gemm_fp8_part")
     assert last[1][at - 1] == "_end" if rank else last[1][at + 1] == "_send"
+
+
+@pytest.mark.parametrize("mode", ["row", "column"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_tape_contains_what_ranks_exchange(rank: int, mode: str) -> None:
+    """Both operands are sent before anything is waited for; of a column-parallel map dw is computed in between."""
+    row = mode == "row"
+    first, *_, last = of_notes(rank=rank, mode=mode, width=256 if row else 512, rows=512, least=256)
+    for called in (first[0], last[1]):
+        assert {name: called.count(f"exchange{name}") for name in ("_find_rooms", "_send", "_arrive", "_end")} == {
+            "_find_rooms": 2,
+            "_send": 2,
+            "_arrive": 2,
+            "_end": 2,
+        }
+        assert called.count("_gather") == 1  # numbers for a bias's gradient, or codes
+        assert "_receive" not in called
+    played = last[1]
+    sent = [i for i, name in enumerate(played) if name == "exchange_send"]
+    arrived, parts = played.index("exchange_arrive"), [i for i, name in enumerate(played) if name == "gemm_fp8_part"]
+    assert len(parts) == 2  # a part of each rank's K
+    assert max(sent) < arrived < parts[1 - rank] < played.index("exchange_end")
+    assert rank or parts[0] < arrived  # rank 0 begins with its own
+    assert row or "gemm_fp8" in played[max(sent) : arrived]
