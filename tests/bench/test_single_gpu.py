@@ -193,7 +193,7 @@ def test_what_is_measured_is_kept_group_by_group() -> None:
     with (
         mock.patch.multiple(single_gpu, **nothing, measured=found("in turn")),
         mock.patch.object(single_gpu.layer, "clear"),
-        mock.patch.object(single_gpu.layer_models, "_engine"),
+        mock.patch.object(single_gpu.layer_models, "engine"),
         mock.patch.object(measure, "provenance", lambda kernels: {"kernels": list(kernels)}),
     ):
         payload = single_gpu.run(told.append, 3, SIZES, lambda part: kept.append(len(part["groups"])))

@@ -209,11 +209,11 @@ def test_rungs_of_the_ladder() -> None:
 
 def test_transformer_engine_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layer_models.importlib.util, "find_spec", lambda name: None)
-    assert layer_models._engine() is None
+    assert layer_models.engine() is None
     names = []
     monkeypatch.setattr(layer_models.importlib.util, "find_spec", lambda name: names.append(name) or 1)
     monkeypatch.setattr(layer_models.importlib, "import_module", lambda name: name)
-    assert layer_models._engine() == "transformer_engine.pytorch"
+    assert layer_models.engine() == "transformer_engine.pytorch"
     assert names == ["transformer_engine"]
 
 

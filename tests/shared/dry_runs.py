@@ -104,7 +104,7 @@ def layers() -> Iterator[None]:
     recipes = optimized.recipe
     pool = types.SimpleNamespace(get_default_memory_pool=lambda: types.SimpleNamespace(total_bytes=lambda: 5))
     with (
-        mock.patch.object(layer_models, "_engine", return_value=optimized),
+        mock.patch.object(layer_models, "engine", return_value=optimized),
         pytest.MonkeyPatch.context() as patch,  # `mock.patch.dict` would unload what is imported inside
         warnings.catch_warnings(),
     ):

@@ -343,7 +343,7 @@ def _ours(case: Case) -> Iterator[list[Build]]:
 
 def _transformer_engine(case: Case) -> list[Build]:
     """Transformer Engine's layers, with the attention that it chooses; none if it is not installed."""
-    theirs = _engine()
+    theirs = engine()
     return [] if theirs is None else _layers(theirs, "Transformer Engine", "its own", case, _their_recipe())
 
 
@@ -352,7 +352,7 @@ LINEAR = Case("Linear(4096, 4096), 8192 tokens", 4096, 4096, 1, 2048, 4, torch.b
 
 def linears(case: Case = LINEAR) -> Iterator[Build]:
     """One square linear map, in which the casts to FP8 take the largest share."""
-    sizes, theirs = (case.hidden, case.hidden), _engine()
+    sizes, theirs = (case.hidden, case.hidden), engine()
     yield lambda: Contestant("torch.nn.Linear", "", torch.nn.Linear(*sizes, device="cuda", dtype=case.dtype), case)
 
     def one(name: str, library: Any, recipe: Any) -> Contestant:
@@ -367,7 +367,7 @@ def linears(case: Case = LINEAR) -> Iterator[Build]:
         yield functools.partial(one, f"Transformer Engine{what}", theirs, _their_recipe())
 
 
-def _engine() -> Any:
+def engine() -> Any:
     """NVIDIA's Transformer Engine, or None if it is not installed.
 
     It must be imported before cuDNN is first used. At that moment PyTorch loads parts of its own cuDNN, and Transformer

@@ -49,7 +49,7 @@ GRAPH = ", CUDA graph"
 
 def layers(case: Case) -> Iterator[tuple[str, Build]]:
     """Each layer by name, "ours, block" or "theirs, current", as a call that builds it."""
-    for side, library in (("ours", te), ("theirs", layer_models._engine())):
+    for side, library in (("ours", te), ("theirs", layer_models.engine())):
         if library is None:
             continue
         recipes = te.recipe if library is te else importlib.import_module("transformer_engine.common.recipe")

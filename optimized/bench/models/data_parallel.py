@@ -6,10 +6,11 @@ A step is forward, backward, the gradients' sum over ranks, and the optimizer. "
 its own step. "Written order" is `te.parallel.GradientOrder` with a group a rank. Contestants run one after the other,
 since they do not fit side by side; a step's time is from event to event on the slowest GPU, while the host runs ahead.
 PyTorch's layers have bf16 weights, its own attention, torch.compile and fused AdamW without fp32 masters; ours have the
-masters.
+masters, as has Transformer Engine's optimizer. It runs where it is installed.
 """
 
 import argparse
+import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +25,7 @@ from optimized import measure
 from optimized.bench import Payload
 from optimized.bench.layers.layer_models import Case, Plain
 from optimized.bench.models import on_ranks
-from optimized.bench.models.on_ranks import Benchmark, Row, Turn, timed
+from optimized.bench.models.on_ranks import OURS, THEIRS, TORCH, Benchmark, Row, Turn, timed
 from optimized.bench.models.tensor_parallel import Layer
 from optimized.bench.table import Table, table
 from reference.parallel import GradientOrder, copy_engine_all_gather, tree_hook, tree_reduce_scatter
@@ -48,9 +49,9 @@ ALONE, DDP, FSDP = "alone", "DDP", "FSDP2"
 
 
 class Way(NamedTuple):
-    """Who computes the layers, how ranks share a step, whether in the written order, and whether weights are FP8."""
+    """Whose layers they are, how ranks share a step, whether in the written order, and whether weights are FP8."""
 
-    ours: bool
+    who: str
     sharing: str
     ordered: bool = False
     kept: bool = False
@@ -58,20 +59,22 @@ class Way(NamedTuple):
     @property
     def name(self) -> str:
         """As in a table."""
-        who = "Twin Engine, FP8" if self.ours else "PyTorch, compiled, bf16"
-        return ", ".join([who, self.sharing] + ["written order"] * self.ordered + ["FP8 weights"] * self.kept)
+        return ", ".join([self.who, self.sharing] + ["written order"] * self.ordered + ["FP8 weights"] * self.kept)
 
 
 WAYS = (
-    Way(True, ALONE),
-    Way(True, DDP),
-    Way(True, DDP, ordered=True),
-    Way(True, FSDP),
-    Way(True, FSDP, ordered=True),
-    Way(True, FSDP, ordered=True, kept=True),
-    Way(False, ALONE),
-    Way(False, DDP),
-    Way(False, FSDP),
+    Way(OURS, ALONE),
+    Way(OURS, DDP),
+    Way(OURS, DDP, ordered=True),
+    Way(OURS, FSDP),
+    Way(OURS, FSDP, ordered=True),
+    Way(OURS, FSDP, ordered=True, kept=True),
+    Way(TORCH, ALONE),
+    Way(TORCH, DDP),
+    Way(TORCH, FSDP),
+    Way(THEIRS, ALONE),
+    Way(THEIRS, DDP),
+    Way(THEIRS, FSDP),
 )
 
 
@@ -81,7 +84,7 @@ def _normal(weight: torch.Tensor) -> None:
 
 def layers_of(way: Way, case: Case, count: int, recipe: Any, device: torch.device) -> torch.nn.Sequential:
     """The stack, on the device."""
-    if not way.ours:
+    if way.who == TORCH:
         with device:
             if case.llama:
                 return torch.nn.Sequential(*(Layer(case).to(case.dtype) for _ in range(count)))
@@ -92,18 +95,20 @@ def layers_of(way: Way, case: Case, count: int, recipe: Any, device: torch.devic
         options |= {"num_gqa_groups": case.kv_heads, "normalization": "RMSNorm", "activation": "swiglu", "bias": False}
     options |= {"params_dtype": case.dtype, "init_method": _normal, "output_layer_init_method": _normal}
     options |= {"self_attn_mask_type": case.mask_type, "fuse_qkv_params": True, "device": device}
-    with te.quantized_model_init(enabled=way.kept, recipe=recipe):
+    engine = on_ranks.library(way.who)
+    with te.quantized_model_init(recipe=recipe) if way.kept else contextlib.nullcontext():
         return torch.nn.Sequential(
-            *(te.TransformerLayer(case.hidden, case.ffn, case.heads, **options) for _ in range(count))
+            *(engine.TransformerLayer(case.hidden, case.ffn, case.heads, **options) for _ in range(count))
         )
 
 
 def stepper(way: Way, case: Case, count: int, device: torch.device) -> Callable[[], None]:
     """One training step of a way."""
     torch.manual_seed(0)
-    recipe = te.DelayedScaling(amax_history_len=16, amax_compute_algo="max", reduce_amax=way.sharing != ALONE)
+    engine, fp8 = on_ranks.library(way.who), way.who != TORCH
+    recipe = on_ranks.delayed(way.who, way.sharing != ALONE)
     model: Any = layers_of(way, case, count, recipe, device)
-    if not way.ours:
+    if not fp8:
         for layer in model:
             layer.compile()
     order = GradientOrder(dist.get_world_size()) if way.ordered else None
@@ -114,7 +119,7 @@ def stepper(way: Way, case: Case, count: int, device: torch.device) -> Callable[
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         for module in (*model, model):
             fully_shard(module, mesh=mesh)
-        if way.ours:
+        if way.who == OURS:
             copy_engine_all_gather(model)
         if order is not None:
             tree_reduce_scatter(model, order)
@@ -123,16 +128,16 @@ def stepper(way: Way, case: Case, count: int, device: torch.device) -> Callable[
         if order is not None:
             model.register_comm_hook(order, tree_hook)
     optimizer: Any
-    if way.ours:
-        optimizer = te.optimizers.FusedAdam(model.parameters(), lr=1e-4, master_weights=True)
+    if fp8:
+        optimizer = engine.optimizers.FusedAdam(model.parameters(), lr=1e-4, master_weights=True)
     else:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda")
-    first = (case.sequence, case.batch) if way.ours or not case.llama else (case.batch, case.sequence)
+    first = (case.sequence, case.batch) if fp8 or not case.llama else (case.batch, case.sequence)
     x = torch.randn(*first, case.hidden, dtype=case.dtype, device=device)
     target = torch.randn_like(x)
 
     def microbatch() -> None:
-        with te.autocast(enabled=way.ours, recipe=recipe):
+        with engine.autocast(enabled=True, recipe=recipe) if fp8 else contextlib.nullcontext():
             y = model(x)
         torch.nn.functional.mse_loss(y, target).backward()
 
@@ -158,10 +163,10 @@ def speedups(rows: Sequence[Row]) -> Iterator[tuple[Row, float, float | None]]:
     found = {row["way"]: row["ms"]["median"] for row in rows if "ms" in row}
     for way in WAYS:
         if way.name in found:
-            alone, theirs = (found.get(Way(ours, how).name) for ours, how in ((way.ours, ALONE), (False, way.sharing)))
+            alone, theirs = (found.get(Way(who, how).name) for who, how in ((way.who, ALONE), (TORCH, way.sharing)))
             ms = found[way.name]
             row = next(row for row in rows if row["way"] == way.name)
-            yield row, alone / ms if alone else float("nan"), theirs / ms if theirs and way.ours else None
+            yield row, alone / ms if alone else float("nan"), theirs / ms if theirs and way.who != TORCH else None
 
 
 def by_model(payload: Payload) -> dict[str, list[Row]]:
@@ -199,8 +204,8 @@ def tables(payload: Payload) -> list[Table]:
 def summary(payload: Payload) -> list[tuple[str, str, str, str]]:
     """README's row: the written order under DDP and FSDP2, beside PyTorch's sums, for the first model."""
     model, rows = next(iter(by_model(payload).items()))
-    ours = {how: Way(True, how, ordered=True).name for how in (DDP, FSDP)}
-    theirs = {how: Way(False, how).name for how in (DDP, FSDP)}
+    ours = {how: Way(OURS, how, ordered=True).name for how in (DDP, FSDP)}
+    theirs = {how: Way(TORCH, how).name for how in (DDP, FSDP)}
     ms = {row["way"]: row["ms"]["median"] for row in rows}
     both = [how for how in ours if {ours[how], theirs[how]} <= ms.keys()]
     tokens = 1e3 * rows[0]["tokens"]
@@ -223,7 +228,9 @@ def run(
     turns = [
         Turn({"model": case.name, "layers": count, "tokens": case.tokens, "way": way.name}, (way, case, count))
         for (case, count), way in itertools.product(layers.items(), ways)
+        if on_ranks.runs(way.who)
     ]
+    turns.sort(key=lambda turn: turn.contestant[0].who == THEIRS)  # an error of theirs ends the run
     on_ranks.start(output, benchmark, world)
     on_ranks.run(output, benchmark, turns, world, kind, time.time() + seconds)
 

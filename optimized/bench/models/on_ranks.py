@@ -2,6 +2,7 @@
 
 import datetime
 import gc
+import importlib.util
 import itertools
 import json
 import socket
@@ -13,11 +14,15 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+import optimized as te
 from optimized import measure
 from optimized.bench import Payload
+from optimized.bench.layers.layer_models import engine
 from reference.support import files
 
 STEPS, WARM_UP = 8, 4
+OURS, THEIRS, TORCH = "Twin Engine, FP8", "Transformer Engine, FP8", "PyTorch, compiled, bf16"
+"""Whose layers a contestant has."""
 Row = dict[str, Any]
 Step = Callable[[], None]
 
@@ -43,6 +48,28 @@ class Turn(NamedTuple):
 
     about: Row
     contestant: Any
+
+
+def library(who: str) -> Any:
+    """The package whose layers `OURS` or `THEIRS` are; None for Transformer Engine where it is not installed.
+
+    It is asked for both before the first contestant runs (`layer_models.engine`).
+    """
+    theirs = engine()
+    return te if who == OURS else theirs
+
+
+def delayed(who: str, reduce_amax: bool) -> Any:
+    """Delayed scaling as that package has it; None for `TORCH`."""
+    options: dict[str, Any] = {"amax_history_len": 16, "amax_compute_algo": "max", "reduce_amax": reduce_amax}
+    if who == THEIRS:
+        return importlib.import_module("transformer_engine.common.recipe").DelayedScaling(**options)
+    return te.DelayedScaling(**options) if who == OURS else None
+
+
+def runs(who: str) -> bool:
+    """Whether such a contestant can run here."""
+    return who != THEIRS or importlib.util.find_spec("transformer_engine") is not None
 
 
 def timed(step: Step, device: torch.device) -> list[float]:

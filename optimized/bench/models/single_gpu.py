@@ -307,7 +307,7 @@ def run(
     keep: Callable[[Payload], object] = lambda payload: None,
 ) -> Payload:
     """Measure; after each group `keep` is given what there is so far."""
-    layer_models._engine()  # before cuDNN is used
+    layer_models.engine()  # before cuDNN is used
     payload: Payload = {
         "what": "whole training steps of a masked-language model; host clock, blocks of steps in turn",
         "sizes": asdict(sizes),

@@ -151,7 +151,7 @@ def _transformer_layer(library: Any, setting: Setting, sizes: Sizes, device: str
 
 def library_of(setting: Setting) -> Any:
     """This project, or Transformer Engine."""
-    return layer_models._engine() if setting.layers == "Transformer Engine" else te
+    return layer_models.engine() if setting.layers == "Transformer Engine" else te
 
 
 def recipe_of(setting: Setting) -> Any:

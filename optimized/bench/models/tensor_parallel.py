@@ -5,7 +5,8 @@
 Forward and backward of one layer, 4096 tokens, without an optimizer. "Alone": each GPU has the whole layer. Of ours
 that ranks share, two more times: "without communication" is the step in which nothing is sent, with whatever is in the
 memory where something would have been received; "communication alone" is all that a step sends, in its order, and
-nothing between. PyTorch's layer has bf16 weights and torch.compile, and is shared by `parallelize_module`.
+nothing between. PyTorch's layer has bf16 weights and torch.compile, and is shared by `parallelize_module`. Transformer
+Engine runs where it is installed, under the same recipe and without user buffers (`ub_tp_comm_overlap`).
 
 Of so many tokens ranks send each other codes, of which each computes its rows (`reference.parallel.exchange`). "Sums
 passed on" is the way of fewer tokens: sums go from rank to rank.
@@ -14,6 +15,7 @@ A step of ours is played from a tape, which is one CUDA graph, messages between 
 """
 
 import argparse
+import contextlib
 import sys
 import time
 from collections.abc import Callable
@@ -23,12 +25,11 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-import optimized as te
 from optimized import measure
 from optimized.bench import Payload
 from optimized.bench.layers.layer_models import Case
 from optimized.bench.models import on_ranks
-from optimized.bench.models.on_ranks import Benchmark, Row, Step, Turn, timed
+from optimized.bench.models.on_ranks import OURS, THEIRS, TORCH, Benchmark, Row, Step, Turn, timed
 from optimized.bench.table import Table, table
 from optimized.tapes import call_groups
 from optimized.tapes.collectives import Collective
@@ -51,21 +52,28 @@ Call = tuple[Callable[..., Any], list[Any]]
 
 
 class Way(NamedTuple):
-    """Who computes the layer, whether ranks share it, and of ours whether they pass sums of many rows on, too."""
+    """Whose layer it is, whether ranks share it, and of ours whether they pass sums of many rows on, too."""
 
-    ours: bool
+    who: str
     shared: bool
     passes: bool = False
 
     @property
     def name(self) -> str:
         """As in a table."""
-        who = "Twin Engine, FP8" if self.ours else "PyTorch, compiled, bf16"
         how = "tensor parallel" if self.shared else "alone"
-        return ", ".join([who, how] + ["sums passed on"] * self.passes)
+        return ", ".join([self.who, how] + ["sums passed on"] * self.passes)
 
 
-WAYS = (Way(True, False), Way(True, True), Way(True, True, True), Way(False, False), Way(False, True))
+WAYS = (
+    Way(OURS, False),
+    Way(OURS, True),
+    Way(OURS, True, passes=True),
+    Way(TORCH, False),
+    Way(TORCH, True),
+    Way(THEIRS, False),
+    Way(THEIRS, True),
+)
 
 
 class Attention(torch.nn.Module):
@@ -135,14 +143,14 @@ def _normal(weight: torch.Tensor) -> None:
     torch.nn.init.normal_(weight, 0, 0.02)
 
 
-def _ours(case: Case, shared: bool, device: torch.device) -> Any:
+def _in_fp8(engine: Any, case: Case, shared: bool, device: torch.device) -> Any:
     options: dict[str, Any] = {"num_gqa_groups": case.kv_heads, "normalization": "RMSNorm", "activation": "swiglu"}
     options |= {"bias": False, "hidden_dropout": case.dropout, "attention_dropout": case.dropout}
     options |= {"params_dtype": case.dtype, "init_method": _normal, "output_layer_init_method": _normal}
     options |= {"self_attn_mask_type": case.mask_type, "fuse_qkv_params": True, "device": device}
     if shared:
         options |= {"set_parallel_mode": True, "tp_group": dist.group.WORLD, "sequence_parallel": True}
-    return te.TransformerLayer(case.hidden, case.ffn, case.heads, **options)
+    return engine.TransformerLayer(case.hidden, case.ffn, case.heads, **options)
 
 
 def stepper(way: Way, case: Case, device: torch.device) -> Step:
@@ -150,21 +158,22 @@ def stepper(way: Way, case: Case, device: torch.device) -> Step:
     torch.manual_seed(0)
     layer: Any
     tokens = case.tokens // (dist.get_world_size() if way.shared else 1)
-    if way.ours:
-        layer = run = _ours(case, way.shared, device)
+    engine, fp8 = on_ranks.library(way.who), way.who != TORCH
+    if fp8:
+        layer = run = _in_fp8(engine, case, way.shared, device)
     else:
         with device:
             layer = Layer(case).to(case.dtype)
         if way.shared:
             _share(layer, device)
         run = torch.compile(layer)
-    recipe = te.DelayedScaling(amax_history_len=16, amax_compute_algo="max", reduce_amax=way.shared)
-    shape = (tokens, 1, case.hidden) if way.ours else (1, tokens, case.hidden)
+    recipe = on_ranks.delayed(way.who, way.shared)
+    shape = (tokens, 1, case.hidden) if fp8 else (1, tokens, case.hidden)
     x = torch.randn(shape, device=device, dtype=case.dtype, requires_grad=True)
     grad = torch.randn_like(x)
 
     def step() -> None:
-        with te.autocast(enabled=way.ours, recipe=recipe):
+        with engine.autocast(enabled=True, recipe=recipe) if fp8 else contextlib.nullcontext():
             y = run(x)
         y.backward(grad)
         layer.zero_grad(set_to_none=True)
@@ -247,17 +256,16 @@ def measured(contestant: tuple[Way, Case], device: torch.device) -> Row:
     with mock.patch.object(exchange, "ROWS", sys.maxsize if way.passes else exchange.ROWS):
         step = stepper(way, case, device)
         row: Row = {"ms": measure.spread(timed(step, device))}
-        return row | (_communication(step, device) if way.ours and way.shared else {})
+        return row | (_communication(step, device) if way.who == OURS and way.shared else {})
 
 
 def tables(payload: Payload) -> list[Table]:
     """Each way, beside the same library's on one GPU, and what of ours is communication."""
     found = {row["way"]: row["ms"]["median"] for row in payload["rows"]}
-    ours, theirs = (found.get(Way(whose, False).name) for whose in (True, False))
     cells = []
     for row in payload["rows"]:
         parts = [row.get(name) for name in ("communication alone", "without communication")]
-        one = ours if row["way"].startswith("Twin Engine") else theirs
+        one = next(found.get(Way(who, False).name) for who in (OURS, THEIRS, TORCH) if row["way"].startswith(who))
         ms = row["ms"]["median"]
         cells.append(
             (
@@ -287,7 +295,7 @@ def run(
     end = time.time() + seconds
     benchmark = Benchmark(WHAT, KERNELS, {"tokens": case.tokens, "hidden": case.hidden}, measured)
     on_ranks.start(output, benchmark, world)
-    turns = [Turn({"way": way.name}, (way, case)) for way in ways]
+    turns = [Turn({"way": way.name}, (way, case)) for way in ways if on_ranks.runs(way.who)]
     on_ranks.run(output, benchmark, turns, world, kind, end)
 
 
