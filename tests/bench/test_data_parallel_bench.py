@@ -9,6 +9,7 @@ import torch.multiprocessing
 from shared.processes import ranks
 
 from optimized.bench.models import data_parallel
+from optimized.bench.models.data_parallel import Stack
 from optimized.bench.models.on_ranks import OURS
 
 
@@ -17,7 +18,7 @@ def test_each_way_of_ours_makes_steps(tmp_path: Path, monkeypatch: pytest.Monkey
     case = replace(data_parallel.CASE, hidden=32, ffn=64, heads=2, sequence=16, batch=1)
     llama = replace(data_parallel.LLAMA, hidden=32, ffn=64, heads=2, kv_heads=1, sequence=16)
     ways = tuple(way for way in data_parallel.WAYS if way.who == OURS)
-    data_parallel.run(str(tmp_path / "found.json"), 2, "cpu", {case: 1, llama: 1}, ways)
+    data_parallel.run(str(tmp_path / "found.json"), 2, "cpu", {case: Stack(3, 2), llama: Stack(1)}, ways)
     rows = json.loads((tmp_path / "found.json").read_text())["rows"]
     assert [row["way"] for row in rows] == 2 * [way.name for way in ways]
     assert all(row["ms"]["median"] > 0 for row in rows), rows

@@ -44,7 +44,17 @@ KERNELS = (
 BF16 = torch.bfloat16
 CASE = Case("GPT 1.3B", 2048, 8192, 16, 2048, 2, BF16, True, 0.1)
 LLAMA = Case("Llama 3 8B", 4096, 14336, 32, 8192, 1, BF16, True, 0.0, llama=True, kv_heads=8)
-LAYERS = {LLAMA: 8, CASE: 24}
+
+
+class Stack(NamedTuple):
+    """How many layers, and of how many FSDP2 shards and gathers the weights together."""
+
+    layers: int
+    together: int = 1
+
+
+# FSDP2's own Python takes longer than a small layer's kernels, so some of these are one of its units: 0.4 GB each.
+STACKS = {LLAMA: Stack(8), CASE: Stack(24, 4)}
 ALONE, DDP, FSDP = "alone", "DDP", "FSDP2"
 
 
@@ -102,12 +112,12 @@ def layers_of(way: Way, case: Case, count: int, recipe: Any, device: torch.devic
         )
 
 
-def stepper(way: Way, case: Case, count: int, device: torch.device) -> Callable[[], None]:
+def stepper(way: Way, case: Case, stack: Stack, device: torch.device) -> Callable[[], None]:
     """One training step of a way."""
     torch.manual_seed(0)
     engine, fp8 = on_ranks.library(way.who), way.who != TORCH
     recipe = on_ranks.delayed(way.who, way.sharing != ALONE)
-    model: Any = layers_of(way, case, count, recipe, device)
+    model: Any = layers_of(way, case, stack.layers, recipe, device)
     if not fp8:
         for layer in model:
             layer.compile()
@@ -117,8 +127,9 @@ def stepper(way: Way, case: Case, count: int, device: torch.device) -> Callable[
         from torch.distributed.fsdp import fully_shard
 
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-        for module in (*model, model):
-            fully_shard(module, mesh=mesh)
+        units = [[*model[first : first + stack.together]] for first in range(0, len(model), stack.together)]
+        for unit in (*units, model):
+            fully_shard(unit, mesh=mesh)
         if way.who == OURS:
             copy_engine_all_gather(model)
         if order is not None:
@@ -153,7 +164,7 @@ def stepper(way: Way, case: Case, count: int, device: torch.device) -> Callable[
     return step
 
 
-def measured(contestant: tuple[Way, Case, int], device: torch.device) -> Row:
+def measured(contestant: tuple[Way, Case, Stack], device: torch.device) -> Row:
     """Of a way with a stack of layers: ms of its steps."""
     return {"ms": measure.spread(timed(stepper(*contestant, device), device))}
 
@@ -185,6 +196,7 @@ def tables(payload: Payload) -> list[Table]:
         how = (
             f"Training steps of {first['layers']} layers of {model}'s shape, {first['tokens']:,} tokens on each of "
             f"{payload['ranks']} GPUs of one host, the optimizer included; of the slowest GPU."
+            + (f" FSDP2 shards {first['together']} layers together." if first.get("together", 1) > 1 else "")
         )
         cells = [
             (
@@ -219,15 +231,15 @@ def run(
     output: str,
     world: int = 2,
     kind: str = "cuda",
-    layers: Mapping[Case, int] = LAYERS,
+    stacks: Mapping[Case, Stack] = STACKS,
     ways: tuple[Way, ...] = WAYS,
     seconds: float = 120,
 ) -> None:
     """Measure on `world` ranks; no contestant begins later than `seconds`. Each stack in each way, in one JSON."""
     benchmark = Benchmark(WHAT, KERNELS, {}, measured)
     turns = [
-        Turn({"model": case.name, "layers": count, "tokens": case.tokens, "way": way.name}, (way, case, count))
-        for (case, count), way in itertools.product(layers.items(), ways)
+        Turn({"model": case.name, **stack._asdict(), "tokens": case.tokens, "way": way.name}, (way, case, stack))
+        for (case, stack), way in itertools.product(stacks.items(), ways)
         if on_ranks.runs(way.who)
     ]
     turns.sort(key=lambda turn: turn.contestant[0].who == THEIRS)  # an error of theirs ends the run
