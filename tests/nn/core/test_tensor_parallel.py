@@ -30,6 +30,7 @@ import reference as te
 from reference.inspect.statistics import collect_stats
 from reference.parallel import exchange, ordered_reduce
 from reference.recipe import Float8CurrentScaling, Float8RowwiseScaling
+from reference.support import groups
 
 SEQUENCE, BATCH, IN, OUT = 12, 3, 512, 512
 
@@ -369,6 +370,8 @@ def exchanged(
             y.backward(g)
             found |= {f"{step}.y": y.detach(), f"{step}.dx": x.grad}  # type: ignore[dict-item]
         assert begun.called is (group is not None)
+        assert not groups.under_way.works  # nothing is left of what was sent, or sent ahead
+        assert not groups.under_way.ahead
         return found | {f"{name}.grad": p.grad for name, p in layer.named_parameters()}  # type: ignore[misc]
 
 
