@@ -14,9 +14,9 @@ b is there in time: to send it takes as long as a GEMM of some rows, whatever n 
 times a second in FP8 and sends 380 GB/s needs 1,600 rows for each rank that it sends to; in 16 bits it sends twice the
 bytes at half the speed. So the rule, `pays`, counts rows alone.
 
-Memory: b of all ranks, and a's rows. Ranks of one host compute from the room that a message has arrived in
-(`reference.parallel.messages`), and all that is work of streams, which a CUDA graph may hold. Others use the process
-group's sends and receives.
+Memory: b of all other ranks, and their columns of a's rows, which all maps of one size share. Ranks of one host compute
+from the room that a message has arrived in (`reference.parallel.messages`), and all that is work of streams, which a
+CUDA graph may hold. Others use the process group's sends and receives.
 """
 
 from typing import Any, NamedTuple

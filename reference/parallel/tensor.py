@@ -301,8 +301,8 @@ class Gathered(Around):
         self.key = ("gathered", inner.key, group)
         self.by_codes = isinstance(inner, (Delayed, Current))
 
-    def _codes(self, own: Quantized, transpose: bool) -> Quantized:
-        """This rank's rows with one scale, and those of the others.
+    def _codes(self, own: Quantized, transpose: bool) -> Callable[[], Quantized]:
+        """Begin to gather rows with one scale from this rank's; the result, called once, is the rows of all.
 
         They are transposed here: that is faster than to gather transposes, too, and to put them side by side.
         """
@@ -311,16 +311,21 @@ class Gathered(Around):
         whole = own.row.codes.new_empty(ceil16(count), cols)
         if count % 16:
             whole.view(torch.uint8)[count:].zero_()
-        q, q_t = ordered_reduce.gathered_rows(self.group, own.row.codes, whole[:count]), None
-        if transpose:
-            q_t = whole.new_empty(cols, len(whole))
-            twin.multi_transpose([whole], [q_t])
-        assert own.row.scales is not None
-        return per_tensor(q, q_t, own.row.scales)
+        gathering = ordered_reduce.gathering(self.group, own.row.codes, whole[:count])
+
+        def of_all() -> Quantized:
+            q, q_t = gathering.rows(), None
+            if transpose:
+                q_t = whole.new_empty(cols, len(whole))
+                twin.multi_transpose([whole], [q_t])
+            assert own.row.scales is not None
+            return per_tensor(q, q_t, own.row.scales)
+
+        return of_all
 
     def quantize(self, x: torch.Tensor, transpose: bool) -> Quantized:
         if self.by_codes:
-            return self._codes(self.inner.quantize(x, False), transpose)
+            return self._codes(self.inner.quantize(x, False), transpose)()
         return self.inner.quantize(ordered_reduce.gathered_rows(self.group, x), transpose)
 
     def norm(
@@ -333,10 +338,24 @@ class Gathered(Around):
         transpose: bool,
     ) -> tuple[Quantized, torch.Tensor, torch.Tensor]:
         """The norm of this rank's rows, whose mean and rstd are returned; quantized, that of all rows."""
+        return self.begin_norm(x, gamma, beta, plan, dtype, transpose)()
+
+    def begin_norm(
+        self,
+        x: torch.Tensor,
+        gamma: torch.Tensor,
+        beta: torch.Tensor | None,
+        plan: NormPlan,
+        dtype: torch.dtype,
+        transpose: bool,
+    ) -> Callable[[], tuple[Quantized, torch.Tensor, torch.Tensor]]:
+        """`norm`, whose codes of other ranks are under way."""
         if not self.by_codes:
-            return super().norm(x, gamma, beta, plan, dtype, transpose)
+            found = super().norm(x, gamma, beta, plan, dtype, transpose)
+            return lambda: found
         own, mean, rstd = self.inner.norm(x, gamma, beta, plan, dtype, False)
-        return self._codes(own, transpose), mean, rstd
+        of_all = self._codes(own, transpose)
+        return lambda: (of_all(), mean, rstd)
 
     def grad(self, g: torch.Tensor, transpose: bool, dbias: bool) -> Produced:
         if self.by_codes and not dbias:

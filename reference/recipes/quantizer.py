@@ -5,7 +5,7 @@ be the end of the op before it (a norm, a GEMM with activation, a join of gradie
 then quantizes, through the activation dtype T; a recipe with fused kernels overrides it.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -117,6 +117,19 @@ class Quantizer:
         """The normalised x, quantized, and the rows' mean and rstd."""
         y, mean, rstd = twin.norm(x, gamma, beta, *plan, dtype)
         return self.quantize(y, transpose), mean, rstd
+
+    def begin_norm(
+        self,
+        x: torch.Tensor,
+        gamma: torch.Tensor,
+        beta: torch.Tensor | None,
+        plan: NormPlan,
+        dtype: torch.dtype,
+        transpose: bool,
+    ) -> Callable[[], tuple[Quantized, torch.Tensor, torch.Tensor]]:
+        """`norm`; what comes from other ranks is under way until the result is called, once."""
+        found = self.norm(x, gamma, beta, plan, dtype, transpose)
+        return lambda: found
 
     def activation(
         self, x: Quantized, w: Quantized, bias: torch.Tensor | None, plan: ActivationPlan, transpose: bool

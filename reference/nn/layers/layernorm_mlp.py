@@ -107,11 +107,12 @@ def hidden_forward(
     fc1, fc2 = context.gemms["fc1"], context.gemms["fc2"]
     wants, dtype = plan.wants, plan.dtype
     x, (gamma, beta) = as_dtype(x, dtype), parameters(norm_weight, norm_bias, dtype)
-    normed, mean, rstd = fc1.input.norm(x, gamma, beta, plan.norm, dtype, transpose=wants.fc1_weight)
+    all_normed = fc1.input.begin_norm(x, gamma, beta, plan.norm, dtype, transpose=wants.fc1_weight)
     w1, w2 = quantize_weights(
         WeightRequest(context, fc1, fc1_weight, transpose=wants.normed),
         WeightRequest(context, fc2, fc2_weight, transpose=wants.hidden),
     )
+    normed, mean, rstd = all_normed()
     send_ahead(w2, len(normed.row.codes), fc2.how)
     activation = ActivationPlan(plan.activation, dtype, fc1.how)
     h, a = fc2.input.activation(normed, w1, fc1_bias, activation, transpose=wants.fc2_weight)
