@@ -25,7 +25,7 @@ from reference.nn.core.checks import activation_dtype, check_input
 from reference.nn.core.context import ModuleContext
 from reference.nn.core.module import TransformerEngineBaseModule
 from reference.nn.core.parameters import InitMethod, Split, forked, named, parameter_dtype, split_sizes
-from reference.recipes.quantized import Operand, Quantized, Stacked, Weight, dgrad, fprop, rows_of, send_ahead, stacked
+from reference.recipes.quantized import Operand, Quantized, Stacked, Weight, dgrad, fprop, rows_of, stacked
 from reference.recipes.roles import Roles, columns_of_parts, linear_map
 from reference.support.nested import Tensors
 
@@ -63,9 +63,8 @@ def forward(
 ) -> tuple[torch.Tensor, Saved]:
     """y `[tokens, out]` of x `[tokens, in]`."""
     wants, gemm = plan.wants, context.gemm
-    qw = context.weight(gemm, weight, transpose=wants.x)
-    send_ahead(qw, len(x), gemm.how)
     qx = gemm.input.quantize(x, transpose=wants.weight)
+    qw = context.weight(gemm, weight, transpose=wants.x)
     return fprop(qx, qw, bias, plan.dtype, gemm.how), Saved(qx.column, qw.column)
 
 
