@@ -369,7 +369,8 @@ def exchanged(
                 y = layer(x)
             y.backward(g)
             found |= {f"{step}.y": y.detach(), f"{step}.dx": x.grad}  # type: ignore[dict-item]
-        assert begun.called is (group is not None)
+        if x.device.type == "cpu":  # a tape plays without it
+            assert begun.called is (group is not None)
         assert not groups.under_way.works  # nothing is left of what was sent, or sent ahead
         assert not groups.under_way.ahead
         return found | {f"{name}.grad": p.grad for name, p in layer.named_parameters()}  # type: ignore[misc]
