@@ -10,6 +10,8 @@ from shared.streams import CPU, U8, Streams, part
 
 from reference.parallel import exchange, messages, ordered_reduce
 from reference.parallel.messages import Messages
+from reference.parallel.tensor import Shared
+from reference.recipes.quantized import Operand
 from reference.support import groups
 
 SIZE = 300
@@ -114,4 +116,21 @@ def test_without_each_others_memory_the_group_sends(monkeypatch: pytest.MonkeyPa
     arriving.of(2)
     arriving.end()
     assert len(waited) == 4
+    assert not groups.under_way.works
+
+
+def test_what_an_error_left_under_way_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A weight was sent ahead, and its product was never asked for: rooms are not known to be free, so all is ended."""
+    streams = Streams(2, monkeypatch)
+    over(streams, 2, monkeypatch)
+    monkeypatch.setattr(exchange, "ROWS", 256)
+    streams.rank = 0
+    shared, w = Shared("some", splits_input=True, sequence=False, sizes=(8,)), Operand(torch.ones(4, 8))
+    shared.send_ahead(w, 128)  # few rows, whose sums are passed on
+    assert not groups.under_way.ahead
+    shared.send_ahead(w, 256)
+    assert len(groups.under_way.ahead) == 1
+    with pytest.raises(RuntimeError, match="a sum over these ranks has ended by an error"):
+        shared.send_ahead(w, 256)
+    assert not groups.under_way.ahead
     assert not groups.under_way.works
