@@ -20,7 +20,7 @@ bits, in blocks, whose transposes have scales along the tokens, and where a bias
 
 import itertools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -48,7 +48,6 @@ from reference.recipes.quantizer import (
     Calibrating,
     ForwardOnly,
     HighPrecision,
-    NormPlan,
     Produced,
     Quantizer,
 )
@@ -99,14 +98,16 @@ class Shared(NamedTuple):
             return self._exchanged(gemm, a, b, bias, out_dtype, accumulate, meanwhile)
         pieces = self._pieces(a, b)
 
+        def operands(piece: int, band: Band) -> tuple[Operand, Operand]:
+            one, other = pieces[piece]
+            return rows_of_operand(one, *band), other
+
         def part(piece: int, band: Band, start: torch.Tensor | None) -> torch.Tensor:
             assert gemm.part is not None
-            rows, other = rows_of_operand(pieces[piece][0], *band), pieces[piece][1]
-            return gemm.part(rows, other, start, accumulate)
+            return gemm.part(*operands(piece, band), start, accumulate)
 
         def last(piece: int, band: Band, start: torch.Tensor | None) -> torch.Tensor:
-            rows, other = rows_of_operand(pieces[piece][0], *band), pieces[piece][1]
-            return _last_part(gemm, rows, other, start, bias, out_dtype, accumulate)
+            return _last_part(gemm, *operands(piece, band), start, bias, out_dtype, accumulate)
 
         rest = (len(pieces), out_dtype, self.sequence, device, meanwhile)
         return ordered_reduce.passed_on(self.group, shape, part, last, *rest)
@@ -328,31 +329,14 @@ class Gathered(Around):
             return self._codes(self.inner.quantize(x, False), transpose)()
         return self.inner.quantize(ordered_reduce.gathered_rows(self.group, x), transpose)
 
-    def norm(
-        self,
-        x: torch.Tensor,
-        gamma: torch.Tensor,
-        beta: torch.Tensor | None,
-        plan: NormPlan,
-        dtype: torch.dtype,
-        transpose: bool,
-    ) -> tuple[Quantized, torch.Tensor, torch.Tensor]:
+    def norm(self, *given: Any) -> tuple[Quantized, torch.Tensor, torch.Tensor]:
         """The norm of this rank's rows, whose mean and rstd are returned; quantized, that of all rows."""
-        return self.begin_norm(x, gamma, beta, plan, dtype, transpose)()
+        return self.begin_norm(*given)() if self.by_codes else super().norm(*given)
 
-    def begin_norm(
-        self,
-        x: torch.Tensor,
-        gamma: torch.Tensor,
-        beta: torch.Tensor | None,
-        plan: NormPlan,
-        dtype: torch.dtype,
-        transpose: bool,
-    ) -> Callable[[], tuple[Quantized, torch.Tensor, torch.Tensor]]:
-        """`norm`, whose codes of other ranks are under way."""
+    def begin_norm(self, *given: Any) -> Callable[[], tuple[Quantized, torch.Tensor, torch.Tensor]]:
         if not self.by_codes:
-            found = super().norm(x, gamma, beta, plan, dtype, transpose)
-            return lambda: found
+            return super().begin_norm(*given)
+        x, gamma, beta, plan, dtype, transpose = given
         own, mean, rstd = self.inner.norm(x, gamma, beta, plan, dtype, False)
         of_all = self._codes(own, transpose)
         return lambda: (of_all(), mean, rstd)

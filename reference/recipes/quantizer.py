@@ -118,17 +118,9 @@ class Quantizer:
         y, mean, rstd = twin.norm(x, gamma, beta, *plan, dtype)
         return self.quantize(y, transpose), mean, rstd
 
-    def begin_norm(
-        self,
-        x: torch.Tensor,
-        gamma: torch.Tensor,
-        beta: torch.Tensor | None,
-        plan: NormPlan,
-        dtype: torch.dtype,
-        transpose: bool,
-    ) -> Callable[[], tuple[Quantized, torch.Tensor, torch.Tensor]]:
-        """`norm`; what comes from other ranks is under way until the result is called, once."""
-        found = self.norm(x, gamma, beta, plan, dtype, transpose)
+    def begin_norm(self, *given: Any) -> Callable[[], tuple[Quantized, torch.Tensor, torch.Tensor]]:
+        """`norm` of these; what comes from other ranks is under way until the result is called, once."""
+        found = self.norm(*given)
         return lambda: found
 
     def activation(

@@ -344,7 +344,7 @@ def _ours(case: Case) -> Iterator[list[Build]]:
 def _transformer_engine(case: Case) -> list[Build]:
     """Transformer Engine's layers, with the attention that it chooses; none if it is not installed."""
     theirs = engine()
-    return [] if theirs is None else _layers(theirs, "Transformer Engine", "its own", case, _their_recipe())
+    return [] if theirs is None else _layers(theirs, "Transformer Engine", "its own", case, their_recipe())
 
 
 LINEAR = Case("Linear(4096, 4096), 8192 tokens", 4096, 4096, 1, 2048, 4, torch.bfloat16, False, 0.0)
@@ -364,7 +364,7 @@ def linears(case: Case = LINEAR) -> Iterator[Build]:
     for what in ("", ", FP8"):
         yield functools.partial(one, f"te.Linear{what}", te, RECIPE)
     for what in ("", ", FP8") if theirs is not None else ():
-        yield functools.partial(one, f"Transformer Engine{what}", theirs, _their_recipe())
+        yield functools.partial(one, f"Transformer Engine{what}", theirs, their_recipe())
 
 
 def engine() -> Any:
@@ -378,7 +378,7 @@ def engine() -> Any:
     return importlib.import_module("transformer_engine.pytorch")
 
 
-def _their_recipe() -> Any:
-    """Transformer Engine's form of `RECIPE`."""
-    options = {"amax_history_len": RECIPE.amax_history_len, "amax_compute_algo": RECIPE.amax_compute_algo}
+def their_recipe(recipe: te.DelayedScaling = RECIPE) -> Any:
+    """Transformer Engine's form of a recipe."""
+    options = {name: getattr(recipe, name) for name in ("amax_history_len", "amax_compute_algo", "reduce_amax")}
     return importlib.import_module("transformer_engine.common.recipe").DelayedScaling(**options)

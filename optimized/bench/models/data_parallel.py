@@ -10,7 +10,6 @@ masters, as has Transformer Engine's optimizer. It runs where it is installed.
 """
 
 import argparse
-import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-import optimized as te
 from optimized import measure
 from optimized.bench import Payload
 from optimized.bench.layers.layer_models import Case, Plain
@@ -106,7 +104,7 @@ def layers_of(way: Way, case: Case, count: int, recipe: Any, device: torch.devic
     options |= {"params_dtype": case.dtype, "init_method": _normal, "output_layer_init_method": _normal}
     options |= {"self_attn_mask_type": case.mask_type, "fuse_qkv_params": True, "device": device}
     engine = on_ranks.library(way.who)
-    with te.quantized_model_init(recipe=recipe) if way.kept else contextlib.nullcontext():
+    with engine.quantized_model_init(enabled=way.kept, recipe=recipe):
         return torch.nn.Sequential(
             *(engine.TransformerLayer(case.hidden, case.ffn, case.heads, **options) for _ in range(count))
         )
@@ -148,7 +146,7 @@ def stepper(way: Way, case: Case, stack: Stack, device: torch.device) -> Callabl
     target = torch.randn_like(x)
 
     def microbatch() -> None:
-        with engine.autocast(enabled=True, recipe=recipe) if fp8 else contextlib.nullcontext():
+        with engine.autocast(enabled=fp8, recipe=recipe):
             y = model(x)
         torch.nn.functional.mse_loss(y, target).backward()
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import optimized as te
 from optimized import measure
 from optimized.bench import Payload
-from optimized.bench.layers.layer_models import engine
+from optimized.bench.layers.layer_models import engine, their_recipe
 from reference.support import files
 
 STEPS, WARM_UP = 8, 4
@@ -51,20 +51,15 @@ class Turn(NamedTuple):
 
 
 def library(who: str) -> Any:
-    """The package whose layers `OURS` or `THEIRS` are; None for Transformer Engine where it is not installed.
-
-    It is asked for both before the first contestant runs (`layer_models.engine`).
-    """
-    theirs = engine()
-    return te if who == OURS else theirs
+    """The package whose layers, autocast and optimizers a contestant has; of `TORCH` ours, which it turns off."""
+    theirs = engine()  # of every contestant: it must be imported before the first one runs
+    return theirs if who == THEIRS else te
 
 
 def delayed(who: str, reduce_amax: bool) -> Any:
-    """Delayed scaling as that package has it; None for `TORCH`."""
-    options: dict[str, Any] = {"amax_history_len": 16, "amax_compute_algo": "max", "reduce_amax": reduce_amax}
-    if who == THEIRS:
-        return importlib.import_module("transformer_engine.common.recipe").DelayedScaling(**options)
-    return te.DelayedScaling(**options) if who == OURS else None
+    """Delayed scaling as that package has it."""
+    recipe = te.DelayedScaling(amax_history_len=16, amax_compute_algo="max", reduce_amax=reduce_amax)
+    return their_recipe(recipe) if who == THEIRS else recipe
 
 
 def runs(who: str) -> bool:

@@ -156,7 +156,7 @@ def library_of(setting: Setting) -> Any:
 
 def recipe_of(setting: Setting) -> Any:
     """Delayed scaling in the form that the setting's library takes."""
-    return layer_models._their_recipe() if setting.layers == "Transformer Engine" else RECIPE
+    return layer_models.their_recipe() if setting.layers == "Transformer Engine" else RECIPE
 
 
 class Bert(torch.nn.Module):

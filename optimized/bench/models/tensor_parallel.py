@@ -15,7 +15,6 @@ A step of ours is played from a tape, which is one CUDA graph, messages between 
 """
 
 import argparse
-import contextlib
 import sys
 import time
 from collections.abc import Callable
@@ -173,7 +172,7 @@ def stepper(way: Way, case: Case, device: torch.device) -> Step:
     grad = torch.randn_like(x)
 
     def step() -> None:
-        with engine.autocast(enabled=True, recipe=recipe) if fp8 else contextlib.nullcontext():
+        with engine.autocast(enabled=fp8, recipe=recipe):
             y = run(x)
         y.backward(grad)
         layer.zero_grad(set_to_none=True)

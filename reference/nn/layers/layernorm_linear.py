@@ -84,7 +84,7 @@ def forward(
     """y `[tokens, out]` of x `[tokens, in]`; with `returns_norm` also norm(x) in the activation dtype."""
     gemm, dtype, wants = context.gemm, plan.dtype, plan.wants
     x, (gamma, beta) = as_dtype(x, dtype), parameters(norm_weight, norm_bias, dtype)
-    of_norm = gemm.input.begin_norm(x, gamma, beta, plan.norm, dtype, transpose=wants.weight)
+    of_norm = gemm.input.begin_norm(x, gamma, beta, plan.norm, dtype, wants.weight)
     w = context.weight(gemm, weight, transpose=wants.normed)
     normed, mean, rstd = of_norm()
     y = fprop(normed, w, bias, dtype, gemm.how)

@@ -107,7 +107,7 @@ def hidden_forward(
     fc1, fc2 = context.gemms["fc1"], context.gemms["fc2"]
     wants, dtype = plan.wants, plan.dtype
     x, (gamma, beta) = as_dtype(x, dtype), parameters(norm_weight, norm_bias, dtype)
-    all_normed = fc1.input.begin_norm(x, gamma, beta, plan.norm, dtype, transpose=wants.fc1_weight)
+    all_normed = fc1.input.begin_norm(x, gamma, beta, plan.norm, dtype, wants.fc1_weight)
     w1, w2 = quantize_weights(
         WeightRequest(context, fc1, fc1_weight, transpose=wants.normed),
         WeightRequest(context, fc2, fc2_weight, transpose=wants.hidden),

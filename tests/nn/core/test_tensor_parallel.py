@@ -377,13 +377,12 @@ def exchanged(
 
 
 def dims_of_exchanged(case: tuple[Any, ...], name: str) -> Any:
-    _, kind, sequence, _ = case
+    recipe, kind, sequence, _ = case
     if kind == "LayerNormMLP":
         return dims_of_normed(case, name)
-    if name.endswith((".y", ".dx")):
-        split = 1 if (kind == "column") is name.endswith(".y") else 0 if sequence else None
-        return split
-    return (None if kind == "row" else 0) if "bias" in name else 1 if kind == "row" else 0
+    if name.endswith((".y", ".dx")):  # of two dimensions
+        return 1 if (kind == "column") is name.endswith(".y") else 0 if sequence else None
+    return dims((recipe, kind, sequence, True, False), name)
 
 
 def refused(group: Any, count: int, rank: int) -> dict[str, torch.Tensor]:
