@@ -4,7 +4,8 @@
 
 A step is forward, backward, the gradients' sum over ranks, and the optimizer. "Alone" nothing is sent: every GPU makes
 its own step. "Written order" is `te.parallel.GradientOrder` with a group a rank. Contestants run one after the other,
-since they do not fit side by side; a step's time is from event to event on the slowest GPU, while the host runs ahead.
+since they do not fit side by side, on GPUs that are warm before the first; a step's time is from event to event on the
+slowest GPU, while the host runs ahead.
 PyTorch's layers have bf16 weights, its own attention, torch.compile and fused AdamW without fp32 masters; ours have the
 masters, as has Transformer Engine's optimizer. It runs where it is installed.
 """
