@@ -100,7 +100,7 @@ class Group:
         """The page's text."""
         how = {
             "tested": "What was compared, injected and counted.",
-            "several_gpus": "What a table shows ran in one run, one after the other, on warm GPUs, in process groups of their own.",
+            "several_gpus": "What a table shows ran in one run, one after the other, on warm GPUs.",
         }.get(self.name, "All libraries of a table ran in one run, in an order that is drawn again for each round.")
         again = "[All results](../results.md), and how to measure again."
         first, *others = (f"![{shows}](../{name}.png)" for name, shows in ((self.picture, self.shows), *self.more))
