@@ -1,4 +1,4 @@
-"""The GPT's trainer in layouts that `twin train` does not offer: DDP, HSDP and a pipeline of PyTorch's, on CPUs."""
+"""The GPT's trainer in layouts that `twin train` does not offer: DDP, HSDP and a pipeline of PyTorch's."""
 
 from typing import Any
 
@@ -36,8 +36,9 @@ class InDDP(Trainer):
         most_places: how many weights' gradients backward was to write to DDP's buckets in one step.
     """
 
-    def __init__(self, settings: Settings, text: Corpus) -> None:
-        super().__init__(settings, text)
+    def __init__(self, settings: Settings, text: Corpus, device: torch.device | str = "cpu") -> None:
+        super().__init__(settings, text, device)
+        self._captures = False  # DDP's hooks are Python
         self.most_places = 0
         self.parallel = DistributedDataParallel(_Loss(self.model), gradient_as_bucket_view=True)
         self.parallel.register_comm_hook(self.order, te.parallel.tree_hook)
@@ -55,11 +56,13 @@ class InDDP(Trainer):
 class InHSDP(Trainer):
     """`fully_shard` on a mesh [replicas, shards] with replicas of two."""
 
-    def __init__(self, settings: Settings, text: Corpus) -> None:
-        super().__init__(settings, text, shard=True)
+    def __init__(self, settings: Settings, text: Corpus, device: torch.device | str = "cpu") -> None:
+        super().__init__(settings, text, device, shard=True)
 
     def _mesh(self) -> Any:
-        return init_device_mesh("cpu", (self.order.ranks // 2, 2), mesh_dim_names=("replicas", "shards"))
+        return init_device_mesh(
+            self.model.device.type, (self.order.ranks // 2, 2), mesh_dim_names=("replicas", "shards")
+        )
 
 
 class _Stage(torch.nn.Module):
@@ -77,10 +80,10 @@ class _Stage(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Windows uint8 [sequence + 1, rows], or what the first stage gives, bf16 [sequence, rows, hidden]."""
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(x.device.type, torch.bfloat16):
             if not self.place:
                 text = x.long()[:-1]
-                places = torch.arange(len(text))[:, None].expand(text.shape)
+                places = torch.arange(len(text), device=x.device)[:, None].expand(text.shape)
                 x = (self.bytes(text) + self.places(places)).to(torch.bfloat16)
             with te.autocast(enabled=self.recipe is not None, recipe=self.recipe, amax_reduction_group=self.group):
                 for layer in self.layers:
@@ -96,20 +99,21 @@ class InPipeline(Trainer):
     clipping and the optimizer are those of one process.
     """
 
-    def __init__(self, settings: Settings, text: Corpus) -> None:
-        super().__init__(settings, text)
+    def __init__(self, settings: Settings, text: Corpus, device: torch.device | str = "cpu") -> None:
+        super().__init__(settings, text, device)
         assert settings.groups == settings.accumulate > 1
         self.place = dist.get_rank()
         own = [dist.new_group([rank]) for rank in range(2)][self.place]
         self.order = te.parallel.GradientOrder(settings.groups, own)
         stage = _Stage(self.model, self.place, self.recipe, own)
-        between = torch.zeros(settings.sequence, settings.rows, settings.hidden, dtype=torch.bfloat16)
-        windows = torch.zeros(settings.sequence + 1, settings.rows, dtype=torch.uint8)
+        here = self.model.device
+        between = torch.zeros(settings.sequence, settings.rows, settings.hidden, dtype=torch.bfloat16, device=here)
+        windows = torch.zeros(settings.sequence + 1, settings.rows, dtype=torch.uint8, device=here)
         logits = between.new_zeros(settings.sequence, settings.rows, settings.vocabulary)
         ends = (
             (between.requires_grad_(), logits.requires_grad_()) if self.place else (windows, between.requires_grad_())
         )
-        of_rank = PipelineStage(stage, self.place, 2, torch.device("cpu"), *ends)
+        of_rank = PipelineStage(stage, self.place, 2, here, *ends)
         self.schedule = ScheduleGPipe(of_rank, 1, loss_fn=self._loss, scale_grads=False)
         self.stage = stage
         drawn = [isinstance(one, Generator) for one in stage.modules()].count(True) if settings.dropout > 0 else 0
@@ -123,7 +127,7 @@ class InPipeline(Trainer):
         with self._generator():
             self.optimizer.zero_grad()
             count = self.settings.accumulate
-            losses = torch.zeros(count)
+            losses = torch.zeros(count, device=self.model.device)
             for (i,) in self.order.pipelined(self.stage, count):
                 windows = self._windows(self.seen, self.step * count + i)
                 found: list[torch.Tensor] = []
@@ -165,4 +169,6 @@ class InPipeline(Trainer):
             dist.broadcast(p.grad, owner(name))
         for name, x in self.tensors().items():
             if name.startswith(("fp8/", "random/layers")):
-                dist.broadcast(x, owner(name))
+                there = x.to(self.model.device)  # a random state's backend is that of gradients
+                dist.broadcast(there, owner(name))
+                x.copy_(there)

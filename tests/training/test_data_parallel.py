@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch.distributed as dist
+from shared.hundred_steps import MODELS, PRECISIONS, alone, recorded, steps_of
 from shared.processes import free_port, ranks
 from shared.training_text import corpus
 
 from optimized.training.layout import Layout
-from optimized.training.settings import SIZES, Settings
+from optimized.training.settings import Settings
 from optimized.training.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -24,11 +25,6 @@ TINY = Settings(
 )
 WIDE = replace(TINY, hidden=256, rows=1, accumulate=2)  # a rank's part of K is a multiple of what the contract says
 LONG = replace(TINY, sequence=512, rows=1, accumulate=2)
-NANO = replace(SIZES["nano"], sequence=32, rows=1, dropout=0.1, accumulate=8, steps=100)
-# The same for layouts that share a microbatch: as wide, or as long, as these need.
-SHARED_WEIGHTS = replace(NANO, hidden=512, heads=4, layers=1, sequence=16, accumulate=2)
-SHARED_TOKENS = replace(NANO, sequence=512, hidden=32, layers=1, accumulate=2)
-PRECISIONS = ("delayed", "current", "block")
 
 
 class Job(NamedTuple):
@@ -39,12 +35,6 @@ class Job(NamedTuple):
     steps: int
     layout: dict[str, Any]
     precisions: tuple[str, ...] = PRECISIONS
-
-
-def steps_of(trainer: Trainer, steps: int) -> str:
-    for _ in range(steps):
-        losses = trainer.train()
-    return f"{trainer.digest()} {losses.tolist()}"
 
 
 def worker(rank: int, world: int, port: int, jobs: list[Job], path: str) -> None:
@@ -74,11 +64,6 @@ def on_ranks(world: int, jobs: list[Job], path: Path) -> dict[str, list[str]]:
     assert len(found) == 1, "ranks differ"
     lines = iter(found.pop().split("\n"))
     return {job.name: [next(lines) for _ in job.precisions] for job in jobs}
-
-
-def alone(size: Settings, steps: int, precisions: tuple[str, ...] = PRECISIONS) -> list[str]:
-    every = [replace(size, precision=precision, groups=size.accumulate) for precision in precisions]
-    return [steps_of(Trainer(one, corpus()), steps) for one in every]
 
 
 def test_a_run_stops_in_one_layout_and_goes_on_in_another(tmp_path: Path) -> None:
@@ -118,27 +103,25 @@ def test_layers_that_are_recomputed_may_be_divided(tmp_path: Path) -> None:
     assert on_ranks(2, jobs, tmp_path / "run") == {one.name: alone(one.size, 2) for one in jobs}
 
 
-FAMILIES: dict[str, tuple[Settings, dict[int, list[dict[str, Any]]]]] = {
-    "data": (NANO, {world: [{}, {"shard": True}] for world in (2, 3, 4, 8)}),
-    "weights": (
-        SHARED_WEIGHTS,
-        {2: [{}, {"shard": True}, {"tensor": 2}], 4: [{"tensor": 4}, {"tensor": 2}, {"tensor": 2, "shard": True}]},
-    ),
-    "tokens": (
-        SHARED_TOKENS,
-        {2: [{}, {"shard": True}, {"context": 2}], 4: [{"context": 2}, {"context": 2, "shard": True}]},
-    ),
+FAMILIES: dict[str, dict[int, list[dict[str, Any]]]] = {
+    "data": {world: [{}, {"shard": True}] for world in (2, 3, 4, 8)},
+    "weights": {
+        2: [{}, {"shard": True}, {"tensor": 2}],
+        4: [{"tensor": 4}, {"tensor": 2}, {"tensor": 2, "shard": True}],
+    },
+    "tokens": {2: [{}, {"shard": True}, {"context": 2}], 4: [{"context": 2}, {"context": 2, "shard": True}]},
 }
-"""A model, and by the number of ranks the layouts in which it is trained."""
+"""By the number of ranks the layouts in which each of `MODELS` is trained."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_hundred_steps_have_one_hash_in_any_layout(family: str, tmp_path: Path) -> None:
-    size, layouts = FAMILIES[family]
-    expected = alone(size, size.steps)
-    for world, of_world in layouts.items():
-        jobs = [Job(str(layout), size, size.steps, layout) for layout in of_world]
+    size = MODELS[family]
+    expected = recorded(family)
+    assert alone(size, size.steps) == expected
+    for world, layouts in FAMILIES[family].items():
+        jobs = [Job(str(layout), size, size.steps, layout) for layout in layouts]
         for layout, hashes in on_ranks(world, jobs, tmp_path / f"run{world}").items():
             assert hashes == expected, (world, layout)
 

@@ -1,6 +1,7 @@
 """A run of the GPT in FP8 with dropout has the hash of one process, on a CPU, on two GPUs over NCCL in any layout."""
 
 import gc
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from shared.device_ranks import start
+from shared.hundred_steps import MODELS, PRECISIONS, alone, recorded, steps_of
 from shared.processes import free_port, ranks
+from shared.training_layouts import InDDP, InPipeline
 from shared.training_text import corpus
 
 from optimized.training.settings import Settings
@@ -24,24 +27,43 @@ LAYOUTS: dict[str, tuple[Settings, dict[str, Any]]] = {
     "FSDP2": (SHORT, {"shard": True}),
     "context parallel": (LONG, {"context": 2}),
 }
-PRECISIONS = ("delayed", "current", "block")
-
-
-def hashes(size: Settings, precision: str, device: str, **layout: Any) -> str:
-    trainer = Trainer(replace(size, precision=precision, groups=size.accumulate), corpus(), device, **layout)
-    for _ in range(STEPS):
-        losses = trainer.train()
-    return f"{trainer.digest()} {losses.tolist()}"
+# Of each of `MODELS` the trainers, and the layouts.
+HUNDRED: dict[str, dict[str, tuple[Callable[..., Trainer], dict[str, Any]]]] = {
+    "data": {
+        "DDP": (Trainer, {}),
+        "FSDP2": (Trainer, {"shard": True}),
+        "PyTorch's DDP": (InDDP, {}),
+        "pipeline": (InPipeline, {}),
+    },
+    "weights": {"tensor parallel": (Trainer, {"tensor": 2})},
+    "tokens": {"context parallel": (Trainer, {"context": 2})},
+}
 
 
 def worker(rank: int, port: int, path: str) -> None:
+    """Each rank leaves its hashes."""
     start(rank, 2, port, "cuda")
+    found = [hashes(Trainer, size, STEPS, **layout) for size, layout in LAYOUTS.values()]
+    Path(f"{path}.{rank}").write_text("\n".join(one for some in found for one in some))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def hashes(kind: Callable[..., Trainer], size: Settings, steps: int, **layout: Any) -> list[str]:
+    """By precision, on this rank's GPU; each microbatch is a group."""
     found = []
-    for size, layout in LAYOUTS.values():
-        for precision in PRECISIONS:
-            found.append(hashes(size, precision, "cuda", **layout))
-            gc.collect()  # layers that live on on one rank would have their scales reduced there alone
-    Path(f"{path}.{rank}").write_text("\n".join(found))
+    for precision in PRECISIONS:
+        settings = replace(size, precision=precision, groups=size.accumulate)
+        found.append(steps_of(kind(settings, corpus(), "cuda", **layout), steps))
+        gc.collect()  # layers that live on on one rank would have their scales reduced there alone
+    return found
+
+
+def of_a_hundred(rank: int, port: int, model: str, layout: str, path: str) -> None:
+    """Each rank leaves its hashes."""
+    start(rank, 2, port, "cuda")
+    kind, options = HUNDRED[model][layout]
+    Path(f"{path}.{rank}").write_text("\n".join(hashes(kind, MODELS[model], MODELS[model].steps, **options)))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -51,9 +73,23 @@ def worker(rank: int, port: int, path: str) -> None:
 def test_two_gpus_have_the_hash_of_a_cpu(tmp_path: Path) -> None:
     ranks(worker, (free_port(), str(tmp_path / "found")), 2)
     cases = [(name, precision) for name in LAYOUTS for precision in PRECISIONS]
-    alone = {(size, precision): hashes(size, precision, "cpu") for size in (SHORT, LONG) for precision in PRECISIONS}
-    expected = [alone[LAYOUTS[name][0], precision] for name, precision in cases]
+    expected = [one for size, _ in LAYOUTS.values() for one in alone(size, STEPS)]
     for rank in range(2):
         found = Path(tmp_path / f"found.{rank}").read_text().split("\n")
         differ = [case for case, one, other in zip(cases, found, expected, strict=True) if one != other]
         assert not differ, f"rank {rank}: {differ}"
+
+
+@pytest.mark.gpu
+@pytest.mark.gpus(2)
+@pytest.mark.parametrize(("model", "layout"), [(model, layout) for model in HUNDRED for layout in HUNDRED[model]])
+def test_a_hundred_steps_on_two_gpus_have_the_hash_of_a_cpu(model: str, layout: str, tmp_path: Path) -> None:
+    ranks(of_a_hundred, (free_port(), model, layout, str(tmp_path / "found")), 2)
+    for rank in range(2):
+        assert Path(tmp_path / f"found.{rank}").read_text().split("\n") == recorded(model), f"rank {rank}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("model", MODELS)
+def test_a_hundred_steps_on_one_gpu_have_the_hash_of_a_cpu(model: str) -> None:
+    assert alone(MODELS[model], MODELS[model].steps, device="cuda") == recorded(model)

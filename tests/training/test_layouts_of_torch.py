@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from shared.hundred_steps import NANO, PRECISIONS
 from shared.processes import free_port, ranks
 from shared.training_layouts import InDDP, InHSDP, InPipeline
 from shared.training_text import corpus
 
-from optimized.training.settings import SIZES, Settings
+from optimized.training.settings import Settings
 from optimized.training.trainer import Trainer
 from reference.state import gradient_places
 
@@ -21,8 +22,6 @@ LIMIT = datetime.timedelta(seconds=600)
 TINY = Settings(
     sequence=16, hidden=32, layers=2, rows=2, steps=3, warmup=2, dropout=0.1, clip=1.0, weight_decay=0.1, accumulate=4
 )
-NANO = replace(SIZES["nano"], sequence=32, rows=1, dropout=0.1, accumulate=8, steps=100)
-PRECISIONS = ("delayed", "current", "block")
 LAYOUTS: dict[str, tuple[int, type[Trainer]]] = {"DDP 2": (2, InDDP), "HSDP 2x2": (4, InHSDP), "PP 2": (2, InPipeline)}
 """How many ranks, and the trainer."""
 
