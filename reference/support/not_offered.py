@@ -26,7 +26,10 @@ QUANTIZED = (
 )
 _STORAGE = "there are no storages apart from tensors; inside of layers an FP8 matrix is a tuple of codes and scales"
 EXPERTS = "there are no layers for a mixture of experts"
-PARALLEL = "tensor, sequence and context parallelism are absent; data parallelism is PyTorch's own"
+PARALLEL = (
+    "layers take tp_group and set_context_parallel_group and choose themselves how ranks communicate; what is here of "
+    "several ranks is te.parallel"
+)
 ATTENTION = "te.DotProductAttention, te.MultiheadAttention and te.TransformerLayer are the attention there is"
 EXPORT = "there is no export"
 STATE = "scales belong to a layer (layer.fp8_meta) and autocast's settings to a thread"

@@ -6,6 +6,7 @@
 transformer_engine_checkpoints.pt holds, for some of `optimized.recordings.transformer_engine_cases`:
 
     theirs      a state dict after three steps, and the results of the fourth
+    stateless   the same under recipes whose scales are found anew in each step
     ours        what Transformer Engine saves after it has loaded `te.transformer_engine_state_dict` of three steps by
                 `reference`, and the results of its fourth step
     attention   state dicts of a layer with its own attention, in 16 bits and in FP8
@@ -32,6 +33,12 @@ from optimized.recordings.transformer_engine_cases import Run, first_parameters,
 from reference.support import files
 
 NAMES = ("Linear, bf16", "Linear, fp16", "LayerNormLinear, bf16", "LayerNormMLP, gelu, bf16", "TransformerLayer, bf16")
+STATELESS = (
+    "Linear, current scaling, bf16",
+    "Linear, block scaling, bf16",
+    "LayerNormLinear, block scaling, bf16",
+    "LayerNormMLP, gelu, block scaling, bf16",
+)
 DONE = 3  # steps before a checkpoint
 FILE = "transformer_engine_checkpoints.pt"
 BF16 = {"params_dtype": torch.bfloat16}
@@ -79,13 +86,17 @@ def kept(state: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def theirs(library: Any, recipes: Any, device: str) -> dict[str, Any]:
+def theirs(library: Any, recipes: Any, device: str, names: tuple[str, ...] = NAMES) -> dict[str, Any]:
     found = {}
-    for name in NAMES:
+    for name in names:
         run = trained(name, library, recipes, device)
         state = kept(run.layer.state_dict())
         found[name] = {"state": state, "next": run.step(*inputs(name, DONE))}
     return found
+
+
+def stateless(library: Any, recipes: Any, device: str) -> dict[str, Any]:
+    return theirs(library, recipes, device, STATELESS)
 
 
 def ours(library: Any, recipes: Any, device: str) -> dict[str, Any]:
@@ -158,6 +169,7 @@ def older(library: Any, recipes: Any, device: str) -> dict[str, Any]:
 
 PARTS: dict[str, Callable[[Any, Any, str], dict[str, Any]]] = {
     "theirs": theirs,
+    "stateless": stateless,
     "attention": attention,
     "keys": keys,
     "older": older,

@@ -3,7 +3,8 @@
 E4M3, bf16 output, scales that are powers of two. Forward and the input's gradient multiply blocks of a row with square
 blocks, the weight's gradient blocks of rows on both sides. Ours is compared with cuBLASLt's (`torch._scaled_mm`), word
 by word, with our GEMM of one scale and split accumulation, which says what the scales cost, and with DeepGEMM's where
-`deep_gemm` can be imported. DeepGEMM's weight gradient is fp32 and adds to what its output holds.
+`deep_gemm` can be imported, word by word, too. DeepGEMM's weight gradient is fp32 and adds to what its output holds, so
+its words are compared with ours in fp32.
 """
 
 import importlib.util
@@ -78,11 +79,20 @@ def calls(name: str, m: int, n: int, k: int) -> Calls:
     return found
 
 
+def differing_from_deep_gemm(m: int, n: int, k: int, square: bool) -> int:
+    """How many words of a product are not DeepGEMM's, of other numbers than those that are timed."""
+    a, b = operand(m, k, False), operand(n, k, square)
+    theirs = deep_gemm_call(a, b, square)()
+    return differing(twin.gemm_fp8_blocks(a[0], b[0], a[1], b[1], False, square, None, theirs.dtype), theirs)
+
+
 def measure_one(name: str, m: int, n: int, k: int, repeats: int) -> dict[str, Any]:
     """One row of the result."""
     variants = calls(name, m, n, k)
     row: dict[str, Any] = {"name": name, "m": m, "n": n, "k": k}
     row["differing_words"] = differing(variants["ours"](), variants["theirs"]())
+    if "deep_gemm" in variants:
+        row["differing_from_deep_gemm"] = differing_from_deep_gemm(m, n, k, not name.endswith("wgrad"))
     samples = measure.interleave(variants, repeats=repeats, warmup=3)
     row["ms"] = {side: measure.spread(values) for side, values in samples.items()}
     row["tflops"] = {side: 2e-9 * m * n * k / value["median"] for side, value in row["ms"].items()}
@@ -123,12 +133,15 @@ def tables(payload: Payload) -> list[Table]:
             f"{row['tflops']['ours']:.0f}",
             *(percent(row[f"speed_over_{side}"]["median"]) for side in sides),
             str(row["differing_words"]),
+            *([str(row["differing_from_deep_gemm"])] if "differing_from_deep_gemm" in rows[0] else []),
         )
         for row in rows
     ]
+    others = ["words that differ from cuBLASLt's"]
+    others += ["from DeepGEMM's"] if "differing_from_deep_gemm" in rows[0] else []
     for kind, label in (("square", "row by square: geometric mean"), ("rows", "row by row: geometric mean")):
-        cells.append((label, "", *(percent(means[f"speed_over_{side}"][kind]) for side in sides), ""))
-    columns = ("GEMM M×N×K", "TFLOP/s", *(SIDES[side] for side in sides), "words that differ from cuBLASLt's")
+        cells.append((label, "", *(percent(means[f"speed_over_{side}"][kind]) for side in sides), *[""] * len(others)))
+    columns = ("GEMM M×N×K", "TFLOP/s", *(SIDES[side] for side in sides), *others)
     how = (
         "E4M3 with scales of blocks of 128, powers of two; 100 % is the other's speed, launches interleaved in one run."
     )
