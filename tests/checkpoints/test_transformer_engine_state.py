@@ -99,6 +99,15 @@ def different(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) ->
 # --- from Transformer Engine ----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("name", recorder.STATELESS)
+def test_a_checkpoint_of_a_recipe_without_state_loads_and_goes_on(name: str) -> None:
+    """Every key is known, and the next step has the library's words."""
+    recorded = RECORDED["stateless"][name]
+    run = Run(name, te, te.recipe, "cpu")
+    run.layer.load_state_dict(recorded["state"], strict=True)
+    assert not different(run.step(*inputs(name, recorder.DONE)), recorded["next"])
+
+
 @pytest.mark.parametrize("name", recorder.NAMES)
 def test_a_checkpoint_of_transformer_engines_loads_and_goes_on(name: str) -> None:
     """Every key is known, scales and histories are its own, and the next step has its bits (see `DIFFERENT`)."""
