@@ -22,7 +22,7 @@ from reference.nn.transformer import halves
 from reference.state import model_init
 
 # Classes whose forward is the formula above; `transformers` is not imported.
-KINDS = {
+CLASSES = {
     "transformers.models.llama.modeling_llama.LlamaDecoderLayer",
     "transformers.models.mistral.modeling_mistral.MistralDecoderLayer",
 }
@@ -50,8 +50,8 @@ _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
 def is_block(module: torch.nn.Module) -> bool:
-    """Whether `module` is a decoder layer of a kind that is known here."""
-    return f"{type(module).__module__}.{type(module).__qualname__}" in KINDS
+    """Whether `module` is a decoder layer of a class that is known here."""
+    return f"{type(module).__module__}.{type(module).__qualname__}" in CLASSES
 
 
 def rotary_of(model: torch.nn.Module, name: str) -> Any:

@@ -115,12 +115,12 @@ def attend_backward(
         last, begin = (stop, first) if causal else (size, 0)
         of_queries = of_queries._replace(rng_state=at(state, q.shape[2], size, first, 0))
         options = options._replace(rng_state=at(state, q.shape[2], size, begin, first))
-        g, *rest = (_heads(x[half * n : (half + 1) * n]) for x in own)
+        g, queries, *results = (_heads(x[half * n : (half + 1) * n]) for x in own)
         dq, _, _ = twin.attention_backward(
-            g, rest[0], _heads(keys[:last]), _heads(values[:last]), *rest[1:], *of_queries
+            g, queries, _heads(keys[:last]), _heads(values[:last]), *results, *of_queries
         )
-        g, *rest = (_heads(x[begin:]) for x in whole)
+        g, queries, *results = (_heads(x[begin:]) for x in whole)
         mine = (_heads(keys[first:stop]), _heads(values[first:stop]))
-        _, dk, dv = twin.attention_backward(g, rest[0], *mine, *rest[1:], *options)
+        _, dk, dv = twin.attention_backward(g, queries, *mine, *results, *options)
         gradients.append([_tokens(x) for x in (dq, dk, dv)])
     return tuple(torch.cat(pair) for pair in zip(*gradients, strict=True))

@@ -231,21 +231,21 @@ T = TypeVar("T")
 _OF_GROUPS: "weakref.WeakKeyDictionary[Any, dict[Any, Any]]" = weakref.WeakKeyDictionary()
 
 
-def member(group: Any, device: torch.device, kind: Callable[[Any, torch.device], T]) -> T | None:
+def member(group: Any, device: torch.device, cls: Callable[[Any, torch.device], T]) -> T | None:
     """The one `PeerMemory` or `Messages` of a group, if its ranks can write to each other's memory.
 
     Whether they can the ranks find out together, at their first call that is not in a CUDA graph's capture.
     """
     found = _OF_GROUPS.setdefault(group, {})
-    if kind not in found:
+    if cls not in found:
         if torch.cuda.is_current_stream_capturing():
             return None
-        found[kind] = None if obstacle(group, device) else kind(group, device)
-    return found[kind]  # type: ignore[no-any-return]
+        found[cls] = None if obstacle(group, device) else cls(group, device)
+    return found[cls]  # type: ignore[no-any-return]
 
 
-def of_group(group: Any, x: torch.Tensor, kind: Callable[[Any, torch.device], T]) -> T | None:
+def of_group(group: Any, x: torch.Tensor, cls: Callable[[Any, torch.device], T]) -> T | None:
     """`member` for tensors like x, but not in a capture: a graph would wait for the same numbers at each replay."""
     if not x.is_cuda or torch.cuda.is_current_stream_capturing():
         return None
-    return member(group, x.device, kind)
+    return member(group, x.device, cls)

@@ -1,6 +1,6 @@
 """Places of gradients, in one process: who writes there, and the words of a backward without them.
 
-DDP's own part is in tests/parallel/test_gradient_places.py, tapes' in tests/tapes/test_relocation.py.
+DDP's own part is in test_gradient_places.py, tapes' in tests/tapes/test_relocation.py.
 """
 
 from collections.abc import Callable

@@ -1,6 +1,7 @@
-"""How files import each other: no circle, not even one of types or of imports inside of functions."""
+"""How files import each other: no circle, not even one of types or of imports inside of functions; no test another."""
 
 import ast
+import re
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -98,3 +99,34 @@ def test_a_hidden_module_would_be_found(tmp_path: Path) -> None:
         "from package import a\nfrom package.b import b\ndef c(): ...\nd, e = 1, 2\n"
     )
     assert hidden_modules(tmp_path, "package") == {"package.b", "package.c", "package.d"}
+
+
+def imported_tests(root: Path) -> set[tuple[str, str]]:
+    """Files in the folder `root`, and the tests that they import, by any path; what two tests use is in `shared`."""
+    files = list(root.rglob("*.py"))
+    tests = {path.stem for path in files if path.stem.startswith("test_")}
+    found = set()
+    for path in files:
+        text = path.read_text("utf-8")
+        named = tests & set(re.findall(r"test_\w+", text))  # most files name none, and need not be parsed
+        for node in ast.walk(ast.parse(text)) if named else ():
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                names = [*(one.name for one in node.names), getattr(node, "module", None) or ""]
+                found |= {(path.stem, part) for name in names for part in name.split(".") if part in named}
+    return found
+
+
+def test_no_test_imports_another() -> None:
+    assert not imported_tests(ROOT / "tests")
+
+
+def test_a_test_that_imports_another_would_be_found(tmp_path: Path) -> None:
+    for name in "abcde":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"test_{name}.py").write_text("import test_elsewhere\n")
+    assert not imported_tests(tmp_path)
+    (tmp_path / "a" / "test_a.py").write_text("import test_b\n")
+    (tmp_path / "b" / "test_b.py").write_text("def test() -> None:\n    from tests.c.test_c import x\n")
+    (tmp_path / "c" / "test_c.py").write_text("from d import (\n    test_d,\n)\n")
+    (tmp_path / "d" / "test_d.py").write_text("from .. import e\nfrom ..e.test_e import x\n")
+    assert imported_tests(tmp_path) == {(f"test_{a}", f"test_{b}") for a, b in ("ab", "bc", "cd", "de")}

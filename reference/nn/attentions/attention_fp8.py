@@ -117,9 +117,9 @@ def attend_backward(
     options: Options, saved: Saved, grad: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq, dk, dv, of a gradient in the shape of `attend`'s out; the random state of `options` is that of `saved`."""
-    q, k, v, scales, *results, _ = saved
-    operands = (dense_rows(grad), q, k, v, *scales, *results)
-    if not scales:
+    codes, results = (saved.q, saved.k, saved.v), (saved.out, saved.m, saved.inv)
+    operands = (dense_rows(grad), *codes, *saved.scales, *results)
+    if not saved.scales:
         return twin.attention_backward(*operands, *options)
     return twin.attention_fp8_backward(*operands, *options.of_pairs, *options.of_entries)
 

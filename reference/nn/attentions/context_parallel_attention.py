@@ -59,7 +59,8 @@ def backward(plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor
     """The gradients of q, k and v."""
     grad = plan.tokens_first(grad).unflatten(2, saved.out.shape[2:])
     options = plan.equation.options(None, saved.state)
-    found = ranks.attend_backward(plan.group, options, *saved[:-1], grad)
+    qkv, results = (saved.q, saved.k, saved.v), (saved.out, saved.m, saved.inv)
+    found = ranks.attend_backward(plan.group, options, *qkv, *results, grad)
     return tuple(plan.tokens_first(x).contiguous() if need else None for x, need in zip(found, plan.needs, strict=True))
 
 

@@ -28,11 +28,20 @@ from reference.ops.library import twin
 from reference.support.nested import Tensors
 
 
+class Wants(NamedTuple):
+    """Which gradients are wanted: of q, k, v and, where it is given, of what is added: a bias, or sinks."""
+
+    q: bool
+    k: bool
+    v: bool
+    added: bool = False
+
+
 class Plan(NamedTuple):
     """Everything but tensors that the launches depend on.
 
     Attributes:
-        needs: which gradients are wanted: q, k, v and, where it is given, what is added: a bias, or sinks.
+        needs: which gradients are wanted (`Wants`).
         equation: how to attend.
         layout: "sbhd", "bshd" or "thd".
         heads: of q.
@@ -53,6 +62,11 @@ class Plan(NamedTuple):
     fp8: Hashable = None
     cached: Cached | None = None
     longest: tuple[int, int] | None = None
+
+    @property
+    def wants(self) -> Wants:
+        """`needs` by names."""
+        return Wants(*self.needs)
 
     def heads_first(self, x: torch.Tensor) -> torch.Tensor:
         """`[b, h, s, d]` of sequences in their layout; packed ones as they lie."""
@@ -182,9 +196,9 @@ def _backward_by_heads(
         _, attended, _ = exact_attention.attend(options_of(plan, reads, again, added), *qkv)
     options = options_of(plan, reads, attended.state, added)
     grads = exact_attention.attend_backward(options, qkv, attended, grad, wants_amax)
-    if added is None or not plan.needs[3]:
+    if added is None or not plan.wants.added:
         return *grads, None
-    out, m, inv, _ = attended
+    out, m, inv = attended.out, attended.m, attended.inv
     if options.sinks is not None:
         where = (options.q_lengths, options.q_starts) if options.packed else ()
         return *grads, twin.attention_sink_backward(grad, out, m, inv, added, *where)

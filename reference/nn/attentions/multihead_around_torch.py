@@ -40,6 +40,15 @@ def by_torch(module: Any, dtype: torch.dtype, recomputes: bool) -> bool:
     return recomputes or module.num_gqa_groups != module.num_attention_heads
 
 
+class OutWants(NamedTuple):
+    """Which gradients of the second pair's tensors are wanted."""
+
+    out: bool
+    weight: bool
+    bias: bool
+    residual: bool
+
+
 class OutSaved(NamedTuple):
     """What the second pair's backward reads; as in `multihead_pair.Saved`."""
 
@@ -52,7 +61,7 @@ def into_forward(plan: Plan, context: BlockContext, *tensors: Any) -> tuple[Any,
     given, (first, *others) = Given(*tensors), context.modules
     requests = [WeightRequest(first, first.gemm, given.weight, wants_input(plan.first))]
     if plan.key_value is not None:
-        requests.append(WeightRequest(others[0], others[0].gemm, given.key_value_weight, plan.key_value.needs[0]))
+        requests.append(WeightRequest(others[0], others[0].gemm, given.key_value_weight, plan.key_value.wants.x))
     w, *more = quantize_weights(*requests)
     of_kv = (others[0], more[0]) if more else None
     qkv, residual, saved = project_in(plan, first, of_kv, NoGradInputs.of(context.reads), given, w)
@@ -75,7 +84,7 @@ def out_forward(
 ) -> tuple[torch.Tensor, OutSaved]:
     """h of attention's result `[.., .., heads·channels]`; the residual is in h's shape, None where it is not added."""
     (proj,), (state,), reads = context.modules, context.random, NoGradInputs.of(context.reads)
-    (proj_w,) = quantize_weights(WeightRequest(proj, proj.gemm, w, plan.proj.needs[0]))
+    (proj_w,) = quantize_weights(WeightRequest(proj, proj.gemm, w, plan.proj.wants.x))
     rows = None if residual is None else rows_of(residual)
     h, saved, dropped = project_out(plan, proj, state, reads, out[..., None, :], proj_w, bias, rows)
     return h, OutSaved(saved, dropped)
@@ -87,7 +96,7 @@ def out_backward(plan: Plan, context: BlockContext, saved: OutSaved, grad: torch
     dout, *of_proj = linear.backward(plan.proj, context.modules[0], saved.proj, inner)
     if dout is not None:
         dout = whole(dout, torch.Size((*plan.shape[:-1], dout.shape[-1])))
-    return dout, *of_proj, grad if plan.needs[3] else None
+    return dout, *of_proj, grad if OutWants(*plan.needs).residual else None
 
 
 def run(plan: Plan, context: BlockContext, tensors: tuple[Any, ...], recomputes: bool) -> Any:

@@ -52,13 +52,13 @@ class Given(NamedTuple):
         q_norm_*, k_norm_*: γ and β of the heads' norms.
     """
 
-    x: Any
-    norm_weight: Any
-    norm_bias: Any
-    weight: Any
-    bias: Any
-    proj_weight: Any
-    proj_bias: Any
+    x: Any = None
+    norm_weight: Any = None
+    norm_bias: Any = None
+    weight: Any = None
+    bias: Any = None
+    proj_weight: Any = None
+    proj_bias: Any = None
     source: Any = None
     key_value_weight: Any = None
     key_value_bias: Any = None
@@ -71,6 +71,41 @@ class Given(NamedTuple):
     @property
     def of_norms(self) -> Tensors:
         """γ and β of the heads' norms, of q and then of k."""
+        return self.q_norm_weight, self.q_norm_bias, self.k_norm_weight, self.k_norm_bias
+
+
+class Wants(NamedTuple):
+    """Which gradients of `Given` are wanted."""
+
+    x: bool
+    norm_weight: bool
+    norm_bias: bool
+    weight: bool
+    bias: bool
+    proj_weight: bool
+    proj_bias: bool
+    source: bool = False
+    key_value_weight: bool = False
+    key_value_bias: bool = False
+    added: bool = False
+    q_norm_weight: bool = False
+    q_norm_bias: bool = False
+    k_norm_weight: bool = False
+    k_norm_bias: bool = False
+
+    @property
+    def of_first(self) -> tuple[bool, bool, bool, bool, bool]:
+        """Those of the first projection with its norm, as `layernorm_linear.Wants` has them."""
+        return self.x, self.norm_weight, self.norm_bias, self.weight, self.bias
+
+    @property
+    def of_key_value(self) -> tuple[bool, bool, bool]:
+        """Those of the projection of an encoder's output, as `linear.Wants` has them."""
+        return self.source, self.key_value_weight, self.key_value_bias
+
+    @property
+    def of_norms(self) -> tuple[bool, bool, bool, bool]:
+        """As `Given.of_norms`."""
         return self.q_norm_weight, self.q_norm_bias, self.k_norm_weight, self.k_norm_bias
 
 
@@ -170,11 +205,11 @@ def forward(plan: Plan, context: BlockContext, *tensors: Any) -> tuple[Any, Any]
     first, proj = modules.first, modules.proj
     requests = [
         WeightRequest(first, first.gemm, given.weight, wants_input(plan.first)),
-        WeightRequest(proj, proj.gemm, given.proj_weight, plan.proj.needs[0]),
+        WeightRequest(proj, proj.gemm, given.proj_weight, plan.proj.wants.x),
     ]
     if plan.key_value is not None:
         of_kv = modules.key_value
-        requests.append(WeightRequest(of_kv, of_kv.gemm, given.key_value_weight, plan.key_value.needs[0]))
+        requests.append(WeightRequest(of_kv, of_kv.gemm, given.key_value_weight, plan.key_value.wants.x))
     w, proj_w, *more = quantize_weights(*requests)
     of_kv = (modules.key_value, more[0]) if more else None
     if plan.core.cached is not None and plan.core.cached.at_once:
@@ -261,7 +296,7 @@ def project_out(
     """
     gemm, dtype, dropped = proj.gemm, plan.proj.dtype, before(state)
     operand = gemm.input.knowing(amax).quantize(
-        out.reshape(-1, out.shape[-2] * out.shape[-1]), transpose=plan.proj.needs[1]
+        out.reshape(-1, out.shape[-2] * out.shape[-1]), transpose=plan.proj.wants.weight
     )
     if plan.adds and residual is not None:
         h = fprop_residual(operand, w, bias, residual, Dropout(plan.p, state, reads.kept), dtype, gemm.how)
@@ -272,7 +307,7 @@ def project_out(
 
 def wants_input(plan: layernorm_linear.Plan | linear.Plan) -> bool:
     """Whether a gradient is wanted of the first projection's input, or of its norm's parameters."""
-    return any(plan.needs[:3]) if isinstance(plan, layernorm_linear.Plan) else plan.needs[0]
+    return plan.wants.normed if isinstance(plan, layernorm_linear.Plan) else plan.wants.x
 
 
 def _projected(plan: Plan, first: ModuleContext, given: Given, w: Weight) -> tuple[torch.Tensor, torch.Tensor, Any]:
@@ -301,13 +336,13 @@ def backward(plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor
     modules, reads = modules_of(plan, context), NoGradInputs.of(context.reads)
     grad = rows_of(grad)
     inner = before_dropped(grad, plan.p, saved.dropped, reads.kept)
-    context_grad, *proj_grads = linear.backward(plan.proj, modules.proj, saved.proj, inner)
+    context_grad, proj_weight, proj_bias = linear.backward(plan.proj, modules.proj, saved.proj, inner)
     if context_grad is None:
-        return Given(None, None, None, None, None, *proj_grads)[: len(plan.needs)]
+        return Given(proj_weight=proj_weight, proj_bias=proj_bias)[: len(plan.needs)]
     core = saved.core
     if saved.mixed is not None:
         q, k, v = split(plan, saved.mixed, saved.joined)
-        q, k, v = (x if kept is None else kept for x, kept in zip((q, k, v), core[:3], strict=True))
+        q, k, v = (x if kept is None else kept for x, kept in zip((q, k, v), (core.q, core.k, core.v), strict=True))
         core = dot_product_pair.Saved(q, k, v, core.attended, core.added)
     by_head = context_grad.view(*plan.shape[:-1], plan.core.heads, plan.heads.channels)
     asked = modules.first.gemm.grad.reads_amax and plan.casts_core_gradients
@@ -317,7 +352,7 @@ def backward(plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor
     of_saved = SavedIn(saved.first, None, None, saved.key_value, saved.norms)
     which = (plan, modules.first, modules.key_value, reads, of_saved)
     grads = project_in_backward(*which, (dq, dk, dv), past, norm_grads, amax)
-    return grads._replace(proj_weight=proj_grads[0], proj_bias=proj_grads[1], added=dadded)[: len(plan.needs)]
+    return grads._replace(proj_weight=proj_weight, proj_bias=proj_bias, added=dadded)[: len(plan.needs)]
 
 
 def project_in_backward(
@@ -369,10 +404,10 @@ def _first_grads(
 
     `past`: the gradient that reaches the residual; `norm_grads`: of norm(x), if it is a second result.
     """
-    first, needs = plan.first, plan.first.needs
-    if not any(needs):
+    first, wants = plan.first, plan.first.wants
+    if not any(wants):
         return None, None, None, None, None
-    quantizer, (transpose, dbias) = context.gemm.grad.knowing(amax), needs[-2:]
+    quantizer, transpose, dbias = context.gemm.grad.knowing(amax), wants.weight, wants.bias
     if len(pieces) > 1:
         g, db = quantizer.joined_grad(pieces, plan.heads.rows, transpose, dbias)
     else:
@@ -382,7 +417,7 @@ def _first_grads(
         # If the residual is the norm's output, its gradient is added to that of the norm's output.
         if first.returns_norm and past is not None:
             norm_grads, past = (past,), None
-        residual = past if needs[0] else None
+        residual = past if wants.x else None
         dx, *grads = layernorm_linear.quantized_backward(  # type: ignore[assignment]
             first, context, saved, g, *norm_grads, residual_grad=residual
         )
@@ -398,9 +433,9 @@ def _key_value_grads(
     plan: Plan, of: linear.Plan, context: ModuleContext, saved: linear.Saved, pieces: list[torch.Tensor]
 ) -> Tensors:
     """The gradients of the encoder's output, and of w and b of its projection, computed from those of k and v."""
-    needs = of.needs
-    if not any(needs):
+    wants = of.wants
+    if not any(wants):
         return None, None, None
-    g, db = context.gemm.grad.joined_grad(pieces, plan.heads.rows, transpose=needs[1], dbias=needs[2])
+    g, db = context.gemm.grad.joined_grad(pieces, plan.heads.rows, transpose=wants.weight, dbias=wants.bias)
     dsource, dw = linear.quantized_backward(of, context, saved, g)
     return None if dsource is None else whole(dsource, plan.source_shape), dw, db

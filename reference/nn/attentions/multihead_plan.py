@@ -16,7 +16,7 @@ from reference.nn.attentions.dot_product_pair import Plan as CorePairPlan
 from reference.nn.attentions.dot_product_plan import Call, cached_call_of, call_of, context_of
 from reference.nn.attentions.exact_attention import Equation, Mask, full_mask
 from reference.nn.attentions.inference_step import Cached, takes_at_once
-from reference.nn.attentions.multihead_pair import Plan
+from reference.nn.attentions.multihead_pair import Plan, Wants
 from reference.nn.attentions.no_grad_inputs import NO_INPUTS, NoGradInputs
 from reference.nn.attentions.packing import positions_of
 from reference.nn.core.autograd import differentiable, wanted
@@ -114,7 +114,14 @@ def prepared(
         reads = reads if gamma is None else reads._replace(head_gamma=gamma)
     norm_weights = named(first, ("layer_norm_weight", "layer_norm_bias")) if has_norm else (None, None)
     proj_bias = None if dropout is None and proj.return_bias else proj.joined_bias()
-    own: tuple[Any, ...] = (x, *norm_weights, first.joined_weight(), first.joined_bias(), proj.weight, proj_bias)
+    own: tuple[Any, ...] = (
+        x,
+        *norm_weights,
+        first.joined_weight(),
+        first.joined_bias(),
+        proj.joined_weight(),
+        proj_bias,
+    )
     tensors = own
     if crosses:
         key_value = modules["key_value"]
@@ -125,20 +132,22 @@ def prepared(
     if fp8 is not None:
         contexts.append(fp8)
     needs = wanted(*tensors)
-    trains = any(needs[:5]) or any(needs[7:])
+    wants = Wants(*needs)
+    of_first = wants.of_first
+    trains = any(needs) and (any(of_first) or any(wants.of_key_value) or wants.added or any(wants.of_norms))
     p, generator = (0.0, None) if dropout is None else dropout
     if drop_path is not None:
         reads = reads._replace(kept=drop_path.kept(x.shape[0], x.device))
     plan = Plan(
         needs,
         (
-            layernorm_linear.Plan(dtype, needs[:5], contexts[0].key, norm_plan(first), first.return_layernorm_output)
+            layernorm_linear.Plan(dtype, of_first, contexts[0].key, norm_plan(first), first.return_layernorm_output)
             if has_norm
-            else linear.Plan(dtype, (needs[0], *needs[3:5]), contexts[0].key)
+            else linear.Plan(dtype, (wants.x, wants.weight, wants.bias), contexts[0].key)
         ),
-        linear.Plan(dtype, needs[7:10], contexts[2].key) if crosses else None,
+        linear.Plan(dtype, wants.of_key_value, contexts[2].key) if crosses else None,
         CorePairPlan(
-            (True, True, True, len(needs) > 10 and needs[10]),
+            (True, True, True, wants.added),
             equation,
             layout,
             module.num_attention_heads,
@@ -148,7 +157,7 @@ def prepared(
             cached,
             longest,
         ),
-        linear.Plan(dtype, (trains, *needs[5:7]), contexts[1].key),
+        linear.Plan(dtype, (trains, wants.proj_weight, wants.proj_bias), contexts[1].key),
         module.heads(0 if crosses else module.num_attention_heads // module.num_gqa_groups),
         x.shape,
         None if source is None else source.shape,

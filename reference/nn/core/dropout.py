@@ -161,18 +161,18 @@ def drop_forward(
 
 def drop_backward(plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor) -> Tensors:
     """dx, db, dresidual."""
-    needs, grad, (kept,) = plan.needs, grad.contiguous(), context.reads
+    (wants_x, wants_bias, wants_residual), grad, (kept,) = plan.needs, grad.contiguous(), context.reads
     dx = db = None
-    if any(needs[:2]):
+    if wants_x or wants_bias:
         if plan.tokens is not None and saved.state is not None:
             dx = plan.tokens.dropped_backward(grad, plan.p, saved.state)
         else:
             dx = before_dropped(grad, plan.p, saved.state, kept)
-    if needs[1]:
+    if wants_bias:
         assert dx is not None
         whole = dx if plan.group is None else gathered_rows(plan.group, dx)
         db = twin.dbias(whole if plan.tokens is None else plan.tokens.gathered(dx))
-    return dx if needs[0] else None, db, grad if needs[2] else None
+    return dx if wants_x else None, db, grad if wants_residual else None
 
 
 def bias_dropout_add(

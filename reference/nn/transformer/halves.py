@@ -83,7 +83,7 @@ def mlp_backward(plan: MLPPlan, context: BlockContext, saved: MLPSaved, grad: to
     inner = before_dropped(grad, plan.p, saved.dropped, kept)
     # If the residual is the norm's output, its gradient is added to that of the norm's output.
     norm_grad = (grad,) if plan.mlp.returns_norm else ()
-    residual_grad = grad if plan.needs[0] and not plan.mlp.returns_norm else None
+    residual_grad = grad if plan.mlp.wants.x and not plan.mlp.returns_norm else None
     grads = (inner, *norm_grad)
     found = layernorm_mlp.backward(plan.mlp, context.modules[0], saved.mlp, *grads, residual_grad=residual_grad)
     dh, *others = found

@@ -123,6 +123,16 @@ def into_backward(plan: Plan, context: BlockContext, saved: IntoSaved, *grads: t
     return dx, *others, *others_mlp
 
 
+class OutWants(NamedTuple):
+    """Which gradients of `out_forward`'s tensors are wanted."""
+
+    out: bool
+    weight: bool
+    bias: bool
+    y: bool
+    x: bool
+
+
 def out_forward(
     plan: Plan, context: BlockContext, out: torch.Tensor, w: Any, bias: Any, y: torch.Tensor, x: torch.Tensor
 ) -> tuple[torch.Tensor, Any]:
@@ -140,7 +150,8 @@ def out_backward(plan: Plan, context: BlockContext, saved: Any, grad: torch.Tens
     inner = before_dropped(rows_of(grad), plan.p, saved.dropped, NoGradInputs.of(context.reads).kept)
     sums, own = whole(inner, grad.shape), saved._replace(dropped=None)
     *found, _ = multihead_around_torch.out_backward(plan.attention, _undropped(context), own, sums)
-    return *found, sums if plan.needs[3] else None, grad if plan.needs[4] else None
+    wants = OutWants(*plan.needs)
+    return *found, sums if wants.y else None, grad if wants.x else None
 
 
 def attend_and_mlp(
@@ -214,8 +225,9 @@ def _run_around_torch(
     of_core = plan.attention.core
     out = attend_by_torch(call, of_core.cached, of_core.layout, recomputes, *qkv)
     rest = (out, given.proj_weight, given.proj_bias, y, given.x)
-    needs = wanted(*rest)
-    out_plan = plan._replace(needs=needs, attention=plan.attention._replace(needs=(*needs[:3], False)))
+    wants = OutWants(*wanted(*rest))
+    of_attention = multihead_around_torch.OutWants(wants.out, wants.weight, wants.bias, residual=False)
+    out_plan = plan._replace(needs=wants, attention=plan.attention._replace(needs=of_attention))
     after = BlockContext((proj,), of_mlp.random, reads)
     result: torch.Tensor = differentiable(out_forward, out_backward, out_plan, after, *rest)
     return result
