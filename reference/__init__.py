@@ -36,7 +36,7 @@ from reference.memory.rng_tracker import CudaRNGStatesTracker
 from reference.nn import operations as _operations
 from reference.nn.attentions.dot_product_attention import DotProductAttention
 from reference.nn.attentions.fp8_keys_values import keys_and_values_in_fp8
-from reference.nn.attentions.inference import InferenceParams
+from reference.nn.attentions.kv_cache import InferenceParams
 from reference.nn.attentions.multihead_attention import MultiheadAttention
 from reference.nn.attentions.rotary_embedding import RotaryPositionEmbedding, apply_rotary_pos_emb
 from reference.nn.core.fp8_state_io import init_fp8_state, load_fp8_state, transformer_engine_state_dict

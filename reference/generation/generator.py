@@ -48,13 +48,13 @@ from typing import Any
 import torch
 
 from reference.float8.kept_tensor import KeptTensor
-from reference.generation.cache_for import attention_of, cache_for
 from reference.generation.drafts import prompt_lookup
 from reference.generation.graphed_step import Found, GraphedStep, rows_of
+from reference.generation.new_kv_cache import attention_of, cache_for
 from reference.generation.requests import Batch, Completion, Flight, Request, Token
 from reference.generation.sampling import Drawing, Sampling, drawing_of, next_tokens
 from reference.generation.schedule import Schedule
-from reference.nn.attentions.inference import InferenceParams
+from reference.nn.attentions.kv_cache import InferenceParams
 from reference.state import autocast
 from reference.support import pinned
 

@@ -23,7 +23,7 @@ import torch
 
 from reference.generation.sampling import Drawing, Sampling, limited_rows
 from reference.nn.attentions.fixed_step import FixedStep
-from reference.nn.attentions.inference import InferenceParams
+from reference.nn.attentions.kv_cache import InferenceParams
 from reference.state import autocast
 from reference.support import unwritten
 

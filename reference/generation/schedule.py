@@ -10,7 +10,7 @@ from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
 from reference.generation.requests import Batch, Request, Token, common
-from reference.nn.attentions.inference import InferenceParams
+from reference.nn.attentions.kv_cache import InferenceParams
 
 
 class Schedule:

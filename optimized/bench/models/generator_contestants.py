@@ -18,7 +18,7 @@ from torch.nn.functional import embedding, linear, rms_norm, scaled_dot_product_
 import optimized as te
 from optimized import measure
 from optimized.bench.layers.layer_models import RECIPE, Case, angles, turned
-from reference.nn.attentions.inference import InferenceParams
+from reference.nn.attentions.kv_cache import InferenceParams
 
 LEFT = 96  # tokens of each sequence for which a contestant has room
 FP8 = torch.float8_e4m3fn

@@ -11,7 +11,7 @@ from reference.nn.attentions.attention_bias import NAMES as BIAS
 from reference.nn.attentions.attention_bias import NO_BIAS, Bias, check_bias, check_sinks
 from reference.nn.attentions.attention_lengths import NAMES as LENGTHS
 from reference.nn.attentions.attention_lengths import NO_LENGTHS, Lengths, check_lengths, check_padding
-from reference.nn.attentions.inference import InferenceParams
+from reference.nn.attentions.kv_cache import InferenceParams
 from reference.nn.core.checks import NO_WINDOWS, Names, check_cudnn, check_grid, check_mask
 
 

@@ -22,8 +22,8 @@ from reference.nn.attentions.attention_lengths import check_packed, packed, size
 from reference.nn.attentions.dot_product_pair import Plan, backward, forward
 from reference.nn.attentions.dot_product_plan import cached_call_of, call_of, context_of
 from reference.nn.attentions.exact_attention import Equation, Mask, max_logit
-from reference.nn.attentions.inference import InferenceParams
 from reference.nn.attentions.inference_step import ended
+from reference.nn.attentions.kv_cache import InferenceParams
 from reference.nn.attentions.torch_attention import attend_by_torch
 from reference.nn.core.attributes import OfCoreAttention
 from reference.nn.core.autograd import differentiable, wanted
@@ -256,7 +256,7 @@ class DotProductAttention(ContextGroup, OfCoreAttention, FP8Attention):
                 cu_seqlens_kv_padded: where they start in "thd", if apart; other layouts do not read them.
             max_seqlen_q, max_seqlen_kv: of "thd" the longest lengths; None waits for the device to find them.
             inference_params: keys and values go to its cache, and queries see what is there:
-                `reference.nn.attentions.inference`. The causal types mean one thing; masks, lengths and biases are not
+                `reference.nn.attentions.kv_cache`. The causal types mean one thing; masks, lengths and biases are not
                 given.
             pad_between_seqs: with "thd" whether cu_seqlens_*_padded say that sequences begin apart, which they must not
                 with False and one of them must with True; None takes what they say.

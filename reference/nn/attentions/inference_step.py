@@ -1,6 +1,6 @@
 """What a layer does with its cache in a step of inference: rotate, copy and attend by the tensors of that step.
 
-`reference.nn.attentions.inference.InferenceParams.step_of` makes them.
+`reference.nn.attentions.kv_cache.InferenceParams.step_of` makes them.
 """
 
 from typing import Any, NamedTuple

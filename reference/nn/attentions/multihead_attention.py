@@ -18,8 +18,8 @@ from reference.nn.attentions.attention_lengths import with_longest
 from reference.nn.attentions.dot_product_attention import DotProductAttention
 from reference.nn.attentions.exact_attention import Mask
 from reference.nn.attentions.heads import Heads, SplitPlan, split_backward, split_forward
-from reference.nn.attentions.inference import InferenceParams
 from reference.nn.attentions.inference_step import ended
+from reference.nn.attentions.kv_cache import InferenceParams
 from reference.nn.attentions.multihead_plan import is_block, run_block
 from reference.nn.attentions.packing import positions_of
 from reference.nn.core import checks

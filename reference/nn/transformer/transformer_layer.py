@@ -25,8 +25,8 @@ from reference.memory.recompute import Run, current_run
 from reference.nn.attentions.attention_extras import NO_EXTRAS, Extras, defaults_of
 from reference.nn.attentions.attention_lengths import with_longest
 from reference.nn.attentions.exact_attention import Mask
-from reference.nn.attentions.inference import InferenceParams
 from reference.nn.attentions.inference_step import ended
+from reference.nn.attentions.kv_cache import InferenceParams
 from reference.nn.attentions.multihead_around_torch import by_torch
 from reference.nn.attentions.multihead_attention import MultiheadAttention
 from reference.nn.core import checks

@@ -13,7 +13,7 @@ import optimized  # noqa: F401  (registers the CUDA implementations)
 import reference as te
 from reference.generation.requests import Completion
 from reference.nn.attentions.fixed_step import FixedStep
-from reference.nn.attentions.inference import InferenceParams
+from reference.nn.attentions.kv_cache import InferenceParams
 from reference.nn.attentions.pages import Pages
 from reference.support import pinned
 

@@ -4,7 +4,7 @@ import torch
 
 from reference.arguments import MASK_TYPES
 from reference.nn.attentions.dot_product_attention import DotProductAttention
-from reference.nn.attentions.inference import InferenceParams
+from reference.nn.attentions.kv_cache import InferenceParams
 
 
 def attention_of(model: torch.nn.Module) -> list[DotProductAttention]:
