@@ -18,7 +18,7 @@ from reference.graphs.graph_capture import checked_hooks, into_graphs, warm_up
 from reference.graphs.graphed_module import GraphedModule
 from reference.graphs.pipeline_order import modules_of_passes
 from reference.random import fork
-from reference.recipe import DelayedScaling
+from reference.recipes.base import Recipe
 from reference.state.autocast import AutocastState, autocast
 from reference.support.notice import say_once
 
@@ -41,12 +41,12 @@ def make_graphed_callables(
     sample_kwargs: Any = None,
     fp8_enabled: bool | tuple[bool, ...] | None = None,
     fp8_calibrating: bool | None = None,
-    fp8_recipe: DelayedScaling | None = None,
+    fp8_recipe: Recipe | None = None,
     fp8_group: Any = None,
     fp8_weight_caching: bool | None = None,
     enabled: bool | tuple[bool, ...] | None = None,
     calibrating: bool | None = None,
-    recipe: DelayedScaling | None = None,
+    recipe: Recipe | None = None,
     amax_reduction_group: Any = None,
     cache_quantized_params: bool | None = None,
     _order: list[int] | None = None,

@@ -13,6 +13,7 @@ from shared.graph_cases import (
     BF16,
     HIDDEN,
     RECIPE,
+    RECIPES,
     pretended,  # noqa: F401  (a fixture)
     state,
 )
@@ -24,7 +25,9 @@ from reference.state.threads import here
 from reference.support.nested import tensors_of
 
 
-def train(modules: tuple[torch.nn.Module, ...], device: str, fp8: bool, steps: int) -> list[torch.Tensor]:
+def train(
+    modules: tuple[torch.nn.Module, ...], device: str, recipe: te.recipe.Recipe | None, steps: int
+) -> list[torch.Tensor]:
     """Every output, gradient and state of `steps` steps through a chain of modules, two backward passes each."""
     seen: list[torch.Tensor] = []
     numbers = torch.Generator().manual_seed(3)
@@ -34,7 +37,7 @@ def train(modules: tuple[torch.nn.Module, ...], device: str, fp8: bool, steps: i
             module.zero_grad(set_to_none=True)
         for _ in range(2):
             x = torch.randn(4, 2, HIDDEN, generator=numbers).to(device, BF16).requires_grad_()
-            with te.autocast(enabled=fp8, recipe=RECIPE):
+            with te.autocast(enabled=recipe is not None, recipe=recipe):
                 y = x * 2.0**step
                 for module in modules:
                     y = module(y)
@@ -53,36 +56,36 @@ def chain(package: Any) -> tuple[torch.nn.Module, ...]:
     return first, package.LayerNormLinear(HIDDEN, HIDDEN, params_dtype=BF16)
 
 
-def compare(modules: tuple[torch.nn.Module, ...], device: str, fp8: bool) -> None:
+def compare(modules: tuple[torch.nn.Module, ...], device: str, recipe: te.recipe.Recipe | None) -> None:
     eager = copy.deepcopy(modules)
     samples = tuple((torch.randn(4, 2, HIDDEN, device=device, dtype=BF16, requires_grad=True),) for _ in modules)
     before = [t for module in modules for t in state(module)]
-    graphed = te.make_graphed_callables(modules, samples, enabled=fp8, recipe=RECIPE)
+    graphed = te.make_graphed_callables(modules, samples, enabled=recipe is not None, recipe=recipe)
     after = [t for module in modules for t in state(module)]
     assert all(t.eq(1 if t.dim() == 1 else 0).all() for t in after if t.dtype == torch.float32)
     for a, b in zip(before, (t for t in after if t.dtype == torch.int64), strict=True):
         assert_same_bits(a, b, "random state after capture")
-    expected, actual = train(eager, device, fp8, 4), train(graphed, device, fp8, 4)
+    expected, actual = train(eager, device, recipe, 4), train(graphed, device, recipe, 4)
     for position, (a, b) in enumerate(zip(expected, actual, strict=True)):
         assert_same_bits(a, b, f"tensor {position} of {len(expected)}")
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
-def test_a_graph_replays_the_bits_of_eager_mode(fp8: bool) -> None:
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_graph_replays_the_bits_of_eager_mode(recipe: str) -> None:
     import optimized
 
-    compare(chain(optimized), "cuda", fp8)
+    compare(chain(optimized), "cuda", RECIPES[recipe])
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(2)
 @pytest.mark.usefixtures("pretended")
-@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
-def test_warm_up_changes_no_state_and_replays_update_the_scales(fp8: bool) -> None:
-    compare(chain(te), "cpu", fp8)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_warm_up_changes_no_state_and_replays_update_the_scales(recipe: str) -> None:
+    compare(chain(te), "cpu", RECIPES[recipe])
 
 
-def microbatches(modules: tuple[torch.nn.Module, ...], device: str) -> list[torch.Tensor]:
+def microbatches(modules: tuple[torch.nn.Module, ...], device: str, recipe: te.recipe.Recipe) -> list[torch.Tensor]:
     """Every output, gradient and state of three steps of three microbatches; weights are cast in each first one."""
     seen: list[torch.Tensor] = []
     numbers = torch.Generator().manual_seed(3)
@@ -94,7 +97,7 @@ def microbatches(modules: tuple[torch.nn.Module, ...], device: str) -> list[torc
             if step == 1 and n == 1:  # drops the copies: the next microbatch casts weights although it is no first one
                 modules[0].load_state_dict(modules[0].state_dict())
             x = torch.randn(4, 2, HIDDEN, generator=numbers).to(device, BF16).requires_grad_()
-            with te.autocast(recipe=RECIPE):
+            with te.autocast(recipe=recipe):
                 y = x
                 for module in modules:
                     y = module(y, is_first_microbatch=n == 0)
@@ -109,20 +112,31 @@ def microbatches(modules: tuple[torch.nn.Module, ...], device: str) -> list[torc
     return seen
 
 
-def compare_caches(modules: tuple[torch.nn.Module, ...], device: str) -> None:
+def compare_caches(modules: tuple[torch.nn.Module, ...], device: str, recipe: te.recipe.Recipe) -> None:
     eager = copy.deepcopy(modules)
     samples = tuple((torch.randn(4, 2, HIDDEN, device=device, dtype=BF16, requires_grad=True),) for _ in modules)
-    te.make_graphed_callables(modules, samples, enabled=True, recipe=RECIPE, cache_quantized_params=True)
-    expected = microbatches(eager, device)
-    for position, (a, b) in enumerate(zip(expected, microbatches(modules, device), strict=True)):
+    te.make_graphed_callables(modules, samples, enabled=True, recipe=recipe, cache_quantized_params=True)
+    expected = microbatches(eager, device, recipe)
+    for position, (a, b) in enumerate(zip(expected, microbatches(modules, device, recipe), strict=True)):
         assert_same_bits(a, b, f"tensor {position} of {len(expected)}")
 
 
+FP8 = {name: recipe for name, recipe in RECIPES.items() if recipe is not None}
+
+
 @pytest.mark.gpu
-def test_a_graph_reads_cached_weights() -> None:
+@pytest.mark.parametrize("recipe", FP8)
+def test_a_graph_reads_cached_weights(recipe: str) -> None:
     import optimized
 
-    compare_caches(chain(optimized), "cuda")
+    compare_caches(chain(optimized), "cuda", FP8[recipe])
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("pretended")
+@pytest.mark.parametrize("recipe", [name for name in FP8 if name != "delayed"])  # which the next test has
+def test_a_pretended_graph_reads_cached_weights(recipe: str) -> None:
+    compare_caches(chain(te), "cpu", FP8[recipe])
 
 
 def copies(module: torch.nn.Module) -> list[int]:
@@ -134,7 +148,7 @@ def copies(module: torch.nn.Module) -> list[int]:
 @pytest.mark.usefixtures("pretended")
 def test_cached_weights_are_cast_where_they_lie() -> None:
     """A replay takes the copies of the first microbatch, which stay where the graph has found them."""
-    compare_caches(chain(te), "cpu")
+    compare_caches(chain(te), "cpu", RECIPE)
     modules = chain(te)
     x = torch.randn(4, 2, HIDDEN, dtype=BF16, requires_grad=True)
     sample = ((x,), (x,))
@@ -191,6 +205,18 @@ def test_a_graph_whose_fp8_state_was_replaced_is_refused() -> None:
     layer.fp8_meta["scaling_fwd"].resize(7)
     with te.autocast(recipe=RECIPE), pytest.raises(RuntimeError, match="Linear: its FP8 state has moved since"):
         layer(x)
+
+
+@pytest.mark.usefixtures("pretended")
+@pytest.mark.parametrize("recipe", ["current", "block"])
+def test_a_graph_that_reads_no_fp8_state_goes_on_after_a_checkpoint(recipe: str) -> None:
+    """A checkpoint always has an FP8 state, which a recipe without one does not read."""
+    x = torch.randn(4, HIDDEN, dtype=BF16)
+    eager = te.Linear(HIDDEN, 16, params_dtype=BF16)
+    layer = te.make_graphed_callables(copy.deepcopy(eager), (x,), enabled=True, recipe=RECIPES[recipe])
+    layer.load_state_dict(eager.state_dict())
+    with te.autocast(recipe=RECIPES[recipe]):
+        assert_same_bits(layer(x), eager(x))
 
 
 @pytest.mark.usefixtures("pretended")
@@ -318,7 +344,7 @@ def test_a_layer_that_runs_twice_in_one_graph_draws_twice() -> None:
             return out
 
     torch.manual_seed(2)
-    compare((Twice(),), "cuda", True)
+    compare((Twice(),), "cuda", RECIPE)
 
 
 @pytest.mark.parametrize(

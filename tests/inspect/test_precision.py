@@ -21,6 +21,7 @@ from reference.support import files
 
 BF16 = torch.bfloat16
 DELAYED, CURRENT = te.DelayedScaling(amax_history_len=4), te.recipe.Float8CurrentScaling()
+BLOCK = te.recipe.Float8BlockScaling()
 AUTOCAST = te.recipe.AUTOCAST
 NAMES = ["0.self_attention.layernorm_qkv", "0.self_attention.proj", "0.layernorm_mlp"]
 NAMES += [name.replace("0", "1", 1) for name in NAMES] + ["2"]
@@ -116,6 +117,28 @@ def test_a_layer_whose_activations_saturate_gets_the_first_recipe_that_does_not(
     assert ". In Float8CurrentScaling every tensor is within the limits (" in why
     without = te.auto_precision(other, steps(other, each=growing(other)), recipes=[])
     assert {name for name, one in without.layers.items() if one.recipe is None} == set(changed)
+
+
+def test_block_scaling_is_judged_and_chosen(tmp_path: Path) -> None:
+    """It suits a healthy model; where delayed scaling saturates it is chosen; the saved plan trains with its bits."""
+    model = made()
+    plan = te.auto_precision(model, steps(model, 2, recipe=BLOCK))
+    assert {one.recipe for one in plan.layers.values()} == {AUTOCAST}
+    start = "In Float8BlockScaling E4M3 every tensor is within the limits ("
+    assert all(one.why.startswith(start) for one in plan.layers.values())
+    model = made()
+    plan = te.auto_precision(model, steps(model, each=growing(model)), recipes=[BLOCK])
+    changed = {name: one.recipe for name, one in plan.layers.items() if one.recipe != AUTOCAST}
+    assert changed == dict.fromkeys(["0.self_attention.layernorm_qkv", "0.self_attention.proj", "2"], BLOCK)
+    plan.save(tmp_path / "plan.json")
+    loaded, by_hand = made(), made()
+    te.PrecisionPlan.load(tmp_path / "plan.json").apply(loaded)
+    te.recipe.by_layer(by_hand, changed)
+    with te.collect_stats(loaded, every=1) as stats:
+        found = step(loaded)
+    assert {one.layer for one in stats.samples() if one.recipe == BLOCK} == set(changed)
+    for a, b in zip(found, step(by_hand), strict=True):
+        assert_same_bits(a, b)
 
 
 def test_nan_and_infinity_get_16_bits() -> None:

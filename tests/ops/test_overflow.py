@@ -7,11 +7,12 @@ ordinary wrong gradients, and `torch.amp.GradScaler` would never lower its scale
 import itertools
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import pytest
 import torch
+from shared.bits import assert_same_bits
 
 import optimized  # noqa: F401  (registers the CUDA kernels)
 import reference as te
@@ -32,6 +33,13 @@ RECIPES = {
     "rowwise": te.recipe.Float8RowwiseScaling(),
     "rowwise, wide gradient": te.recipe.Float8RowwiseScaling(weight_gradient="high_precision"),
     "current, dequantized": te.recipe.Float8CurrentScaling(backward_override="dequantized"),
+    "block": te.recipe.Float8BlockScaling(),
+    "block, hybrid, fp32": te.recipe.Float8BlockScaling(use_f32_scales=True, fp8_format=HYBRID),
+    "block, square gradient": te.recipe.Float8BlockScaling(w_block_scaling_dim=1, grad_block_scaling_dim=2),
+    "block, forward alone": te.recipe.Float8BlockScaling(backward_override="high_precision"),
+    "mxfp8": te.recipe.MXFP8BlockScaling(),
+    "mxfp8, square": te.recipe.MXFP8BlockScaling(fp8_format=HYBRID, enable_2d_quantization=True),
+    "nvfp4": te.recipe.NVFP4BlockScaling(),
 }
 BAD = (math.inf, -math.inf, math.nan)
 ops = te.ops
@@ -53,18 +61,26 @@ LAYERS: dict[str, Callable[..., Any]] = {
     "TransformerLayer, drop_path": lambda **kw: te.TransformerLayer(
         32, 64, 2, bias=False, drop_path_rate=0.5, **PLAIN, **kw
     ),
-    "te.ops": lambda **kw: ops.Sequential(
+    "te.ops": lambda quantize=True, **kw: ops.Sequential(
         ops.RMSNorm(32, dtype=kw["params_dtype"]),
         ops.Linear(32, 64, bias=False, dtype=kw["params_dtype"]),
-        ops.Quantize(backward=True),
+        *([ops.Quantize(backward=True)] if quantize else []),
         ops.SwiGLU(),
         ops.Dropout(0.1),
         ops.Linear(32, 32, bias=False, dtype=kw["params_dtype"]),
         ops.ReLU(),
     ),
+    "te.ops, no Quantize": lambda **kw: LAYERS["te.ops"](quantize=False, **kw),
 }
-DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 FEW = ("Linear", "LayerNormMLP, swiglu", "TransformerLayer, dropout")
+SLOW = pytest.mark.slow
+
+
+def on_devices(recipes: Iterable[str], fast: Collection[str] = tuple(RECIPES)) -> list[Any]:
+    """Each recipe on a CPU, slow unless it is one of `fast`, and on a GPU if GPUs have it."""
+    cases = [pytest.param(one, "cpu", marks=[] if one in fast else SLOW) for one in recipes]
+    there = (one for one in recipes if not one.startswith(("mxfp8", "nvfp4")))
+    return cases + [pytest.param(one, "cuda", marks=pytest.mark.gpu) for one in there]
 
 
 def made(name: str, dtype: torch.dtype = FP16, **more: Any) -> Any:
@@ -104,9 +120,8 @@ def check(layer: Any, recipe: Any, places: tuple[int, ...] = (457,)) -> None:
     assert finite(gradients(layer, recipe, None)), "the next step is an ordinary one"
 
 
-@pytest.mark.sample(24)
-@DEVICES
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.sample(26)
+@pytest.mark.parametrize(("recipe", "device"), on_devices(RECIPES))
 @pytest.mark.parametrize("name", FEW)
 def test_every_recipe(name: str, recipe: str, device: str) -> None:
     check(made(name).to(device), RECIPES[recipe], (0, 1023))
@@ -115,39 +130,71 @@ def test_every_recipe(name: str, recipe: str, device: str) -> None:
 
 
 @pytest.mark.sample(36)
-@DEVICES
-@pytest.mark.parametrize("recipe", ["hybrid", "current, e4m3"])
+@pytest.mark.parametrize(("recipe", "device"), on_devices(("hybrid", "current, e4m3")))
 @pytest.mark.parametrize("name", [name for name in LAYERS if name not in FEW])
 def test_every_layer(name: str, recipe: str, device: str) -> None:
     check(made(name).to(device), RECIPES[recipe])
 
 
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(("recipe", "device"), on_devices(("block", "rowwise", "mxfp8", "nvfp4")))
+@pytest.mark.parametrize("name", [name for name in LAYERS if name not in (*FEW, "te.ops")])  # Quantize has one scale
+def test_every_layer_with_scales_of_parts(name: str, recipe: str, device: str) -> None:
+    check(made(name).to(device), RECIPES[recipe])
+
+
+@pytest.mark.parametrize("recipe", ["hybrid", pytest.param("block", marks=SLOW)])
 @pytest.mark.parametrize("name", FEW)
-def test_weights_in_fp8_gradients_added_to_main_grad_and_wgrad_apart(name: str) -> None:
-    with te.quantized_model_init():
-        check(made(name, BF16), RECIPES["hybrid"])
+def test_weights_in_fp8_gradients_added_to_main_grad_and_wgrad_apart(name: str, recipe: str) -> None:
+    with te.quantized_model_init(recipe=RECIPES[recipe]):
+        check(made(name, BF16), RECIPES[recipe])
     layer = made(name, BF16, fuse_wgrad_accumulation=True)
     for bad in BAD:
         for p in layer.parameters():
             p.main_grad = torch.zeros(p.shape)
-        assert finite(gradients(layer, RECIPES["hybrid"], None))
-        assert not finite(gradients(layer, RECIPES["hybrid"], bad, 99))
+        assert finite(gradients(layer, RECIPES[recipe], None))
+        assert not finite(gradients(layer, RECIPES[recipe], bad, 99))
     if name != "TransformerLayer, dropout":
-        check(made(name, delay_wgrad_compute=True), RECIPES["hybrid"])
+        check(made(name, delay_wgrad_compute=True), RECIPES[recipe])
     chosen = made(name)
     te.recipe.by_layer(chosen, {chosen: te.recipe.Float8CurrentScaling(fp8_format=E4M3)})
-    check(chosen, RECIPES["hybrid"])
+    check(chosen, RECIPES[recipe])
 
 
-@pytest.mark.parametrize("recipe", ["hybrid", "e4m3", "current"])
-def test_an_infinity_in_the_forward_is_no_ordinary_number_either(recipe: str) -> None:
-    for place in ("x", "w"):
-        layer, x = made("Linear"), numbers(1, 16, 32).half()
+def linear_step(recipe: Any, device: str, bad: float | None = None, where: str = "") -> dict[str, torch.Tensor]:
+    """y, dx and dw of a step of a fresh layer with `bad` in one place: token 5, input 9, output 7."""
+    layer = made("Linear").to(device)
+    x, g = numbers(1, 32, 32).to(device, FP16), numbers(2, 32, 48).to(device, FP16) / 16
+    if bad is not None:
         with torch.no_grad():
-            (x if place == "x" else layer.weight).view(-1)[37] = math.inf
-        with te.autocast(recipe=RECIPES[recipe]):
-            y = layer(x)
-        assert not y[1 if place == "x" else slice(None)].isfinite().all(), place
+            {"x": x[5, 9:], "w": layer.weight[7, 9:], "g": g[5, 7:]}[where][0] = bad
+    x.requires_grad_()
+    with te.autocast(recipe=recipe):
+        y = layer(x)
+    y.backward(g)
+    return {"y": y.detach(), "dx": x.grad, "dw": layer.weight.grad}
+
+
+@pytest.mark.parametrize(("recipe", "device"), on_devices(RECIPES, ("hybrid", "e4m3", "current", "block", "nvfp4")))
+def test_all_that_depends_on_it_is_no_ordinary_number(recipe: str, device: str) -> None:
+    """And where a token's scales are its own, all else of y and dx keeps its bits."""
+    depends: dict[str, dict[str, Any]] = {
+        "x": {"y": (5,), "dw": (slice(None), 9)},
+        "w": {"y": (slice(None), 7), "dx": (slice(None), 9)},
+        "g": {"dx": (5,), "dw": (7,)},
+    }
+    one = RECIPES[recipe]
+    clean = linear_step(one, device)
+    assert finite(list(clean.values()))
+    own = not one.sees_other_tokens and getattr(one, "grad_block_scaling_dim", 1) == 1
+    for bad, (where, places) in itertools.product(BAD, depends.items()):
+        found = linear_step(one, device, bad, where)
+        for name, place in places.items():
+            assert not found[name][place].isfinite().any(), f"{bad} in {where}: {name}"
+            if own and place == (5,):
+                for tensors in (found, clean):
+                    tensors[name][place] = 0
+                assert_same_bits(found[name], clean[name], f"{bad} in {where}: {name} of the other tokens")
 
 
 @pytest.mark.parametrize("length", [1, 4, 1024])
@@ -177,7 +224,11 @@ def scaled_step(scaler: Any, optimizer: Any) -> None:
 @pytest.mark.parametrize("parameters", [FP16, torch.float32])
 @pytest.mark.parametrize(
     ("name", "recipe"),
-    [("Linear", "hybrid"), ("Linear", "e4m3"), ("Linear", "current"), ("TransformerLayer, dropout", "fp8_dpa")],
+    [
+        *(("Linear", "hybrid"), ("Linear", "e4m3"), ("Linear", "current"), ("TransformerLayer, dropout", "fp8_dpa")),
+        *(pytest.param("Linear", one, marks=SLOW) for one in ("block", "rowwise", "mxfp8", "nvfp4")),
+        pytest.param("TransformerLayer, dropout", "block", marks=SLOW),
+    ],
 )
 def test_a_scaler_lowers_its_scale_until_a_step_is_finite(name: str, parameters: torch.dtype, recipe: str) -> None:
     """No biases: every gradient that the scaler looks at comes out of a product of codes, or of a norm.

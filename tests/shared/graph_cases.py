@@ -15,6 +15,12 @@ from reference.state import graph_seeds, scaling
 
 BF16 = torch.bfloat16
 RECIPE = te.DelayedScaling(amax_history_len=3)
+RECIPES: dict[str, te.recipe.Recipe | None] = {
+    "bf16": None,
+    "delayed": RECIPE,
+    "current": te.recipe.Float8CurrentScaling(),
+    "block": te.recipe.Float8BlockScaling(),
+}
 HIDDEN = 32
 
 

@@ -63,7 +63,8 @@ def one_compilation() -> Iterator[None]:
 
 def fp8_state(module: torch.nn.Module) -> list[torch.Tensor]:
     """Scales and histories of every layer inside."""
-    metas = [m.fp8_meta[key] for m in module.modules() if getattr(m, "fp8_meta", None) for key in scaling.KEYS]
+    states = [m.fp8_meta for m in module.modules() if getattr(m, "fp8_meta", None)]
+    metas = [state[key] for state in states for key in scaling.KEYS if key in state]
     return [t for meta in metas for t in (meta.scale, meta.amax_history)]
 
 
@@ -73,7 +74,7 @@ def train(
     inputs: Any,
     fp8: bool | None,
     steps: int,
-    recipe: te.DelayedScaling | None = None,
+    recipe: te.recipe.Recipe | None = None,
     **extra: Any,
 ) -> list[torch.Tensor]:
     """Every output, gradient, scale and history of `steps` steps; fp8 None leaves autocast to the module."""
@@ -125,6 +126,33 @@ ALONE = [("LayerNormLinear", True), ("RMSNorm", False)]
 )
 def test_a_compiled_layer_has_the_bits_of_eager_mode(name: str, fp8: bool) -> None:
     compare(name, fp8, "aot_eager")
+
+
+STATELESS = {
+    "block": te.recipe.Float8BlockScaling(),
+    "rowwise": te.recipe.Float8RowwiseScaling(),
+    "current": te.recipe.Float8CurrentScaling(),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [
+        pytest.param(*one, marks=[] if one == ("Linear", "block") else pytest.mark.slow)
+        for one in itertools.product(("Linear", "LayerNormMLP", "MultiheadAttention", "TransformerLayer"), STATELESS)
+    ],
+)
+def test_recipes_without_state(name: str, recipe: str) -> None:
+    """A fresh layer compiles twice: its first step tells it its recipe. One that has run in eager mode does once."""
+    torch.manual_seed(1)
+    build, arguments = LAYERS[name]
+    eager, inputs = build(), arguments()
+    for graphs in (2, 1):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        with torch._dynamo.config.patch(error_on_recompile=graphs == 1):
+            compare_modules(eager, inputs, True, "aot_eager", 3, STATELESS[recipe])
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
 
 
 def test_inductor_has_the_bits_of_eager_mode() -> None:

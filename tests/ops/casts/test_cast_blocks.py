@@ -147,14 +147,46 @@ def test_special_blocks(values: list[float], dialect: str) -> None:
         check(x, dtype, square, dialect, 0.0)
 
 
-def test_powers_of_two_are_where_they_should_be() -> None:
+def scales_by_dialect(amaxes: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Transformer Engine's and DeepGEMM's powers of two, of a block with each amax."""
+    x = torch.nn.functional.pad(amaxes[:, None], (0, 15))
+    down, up = (
+        1 / twin.cast_blocks(x, dtype, False, dialect, 0.0)[1][0, : len(x)]
+        for dialect in ("power_of_two", "deep_gemm_ue8m0")
+    )
+    return down, up
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("wide", [BF16, FP16])
+def test_powers_of_two_are_where_they_should_be(wide: torch.dtype, dtype: torch.dtype) -> None:
+    """Down of fp8_max / amax and up of amax / fp8_max give one scale of every positive finite amax, but of small ones.
+
+    They differ in bf16 where amax <= fp8_max · 2^-127, which is 448 · 2^-127 = 2.63e-36 in E4M3 and
+    57,344 · 2^-127 = 3.37e-34 in E5M2. There Transformer Engine's scale is 2^127, the largest power of two, and
+    DeepGEMM's 2^126, since its inverse is at least 2^-126, the smallest normal number. In fp16 they differ nowhere: its
+    smallest number is 2^-24.
+    """
+    words = torch.arange(1, 0x8000, dtype=torch.int16).view(wide)
+    amaxes = words[words.isfinite()]
+    assert len(amaxes) == (32639 if wide is BF16 else 31743)
+    down, up = scales_by_dialect(amaxes, dtype)
+    most = formats.format_of(dtype).largest
+    small = amaxes.double() <= most * 2.0**-127
+    assert int(small.sum()) == {(BF16, E4M3): 1120, (BF16, E5M2): 2016}.get((wide, dtype), 0)
+    assert_same_bits(down[~small], up[~small])
+    assert bool((down[small] == 2.0**127).all())
+    assert bool((up[small] == 2.0**126).all())
+    wanted = torch.exp2(torch.floor(torch.log2(most / amaxes.double())))  # no quotient is that near to a power of two
+    assert_same_bits(down[~small], wanted[~small].float())
+
+
+def test_powers_of_two_beside_an_fp32_word() -> None:
     """Around an amax of 448·2^n: down of the quotient and up of its inverse give one scale, beside it another."""
     for exponent in (-20, 0, 7):
-        x = torch.zeros(3, 16)
-        x[:, 0] = torch.tensor([448.0 * 2.0**exponent] * 3)
-        x[1, 0], x[2, 0] = torch.nextafter(x[1, 0], torch.tensor(0.0)), torch.nextafter(x[2, 0], torch.tensor(1e30))
-        down = 1 / twin.cast_blocks(x, E4M3, False, "power_of_two", 0.0)[1][0, :3]
-        up = 1 / twin.cast_blocks(x, E4M3, False, "deep_gemm_ue8m0", 0.0)[1][0, :3]
+        amax = torch.tensor(448.0 * 2.0**exponent)
+        beside = [torch.nextafter(amax, torch.tensor(end)) for end in (0.0, 1e30)]
+        down, up = scales_by_dialect(torch.stack([amax, *beside]), E4M3)
         assert down.tolist() == [2.0**-exponent, 2.0**-exponent, 2.0 ** (-exponent - 1)]
         assert up.tolist() == down.tolist()
 

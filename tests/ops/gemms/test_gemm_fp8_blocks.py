@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
@@ -80,6 +81,79 @@ def test_with_powers_of_two_each_promotion_gives_the_same_words(squares: tuple[b
         of_b = sb[:, block].repeat_interleave(128)[:n] if squares[1] else sb[block, :n]
         acc = acc + p * (of_a[:, None] * of_b)
     assert_same_bits(twin.gemm_fp8_blocks(a, b, sa, sb, *squares, None, torch.float32), acc)
+
+
+def fma(x: Any, y: Any, z: Any) -> np.ndarray:
+    """fp32(x · y + z), rounded once: fp64 holds the product; its sum is rounded to odd, which is as good as exact."""
+    product, z = np.float64(x) * np.float64(y), np.float64(z)
+    total = product + z
+    of_z = total - product
+    lost = (product - (total - of_z)) + (z - of_z)
+    words = total.view(np.int64)
+    even = np.isfinite(total) & (lost != 0) & (words & 1 == 0)
+    words += np.where(even, np.where((lost > 0) == (total > 0), 1, -1), 0)
+    return words.view(np.float64).astype(np.float32)
+
+
+PROMOTIONS: dict[str, Callable[..., np.ndarray]] = {
+    "fma(p, sa·sb, acc)": lambda p, sa, sb, acc: fma(p, sa * sb, acc),
+    "fma(p·sa, sb, acc)": lambda p, sa, sb, acc: fma(p * sa, sb, acc),
+    "fma(p·sb, sa, acc)": lambda p, sa, sb, acc: fma(p * sb, sa, acc),
+    "(p·sa)·sb + acc": lambda p, sa, sb, acc: p * sa * sb + acc,
+    "(sa·sb)·p + acc": lambda p, sa, sb, acc: sa * sb * p + acc,
+}
+"""Every published order: the contract's two, and Transformer Engine's and DeepGEMM's ways with and without an fma."""
+
+
+def test_the_emulated_fma_is_rounded_once() -> None:
+    """Against exact fractions, near ties and with results that are subnormal."""
+    draw = np.random.default_rng(1)
+    x, y, near = (draw.integers(1 << 23, 1 << 24, 300).astype(np.float32) for _ in range(3))
+    for exponent in (0, -150, -190):
+        a, b = np.ldexp(x, exponent // 2, dtype=np.float32), np.ldexp(y, exponent - exponent // 2, dtype=np.float32)
+        z = np.float32(near * np.exp2(draw.integers(-30, 60, near.size) + exponent)) * draw.choice([-1, 1], near.size)
+        z = z.astype(np.float32)
+        z[::2] = -np.float32(np.float64(a) * np.float64(b))[::2]  # what is left are the product's last bits
+        found = fma(a, b, z)
+        for one in range(near.size):
+            exact = Fraction(float(a[one])) * Fraction(float(b[one])) + Fraction(float(z[one]))
+            assert found[one] == rounded(exact), (a[one], b[one], z[one])
+
+
+@pytest.mark.parametrize("every", [9, pytest.param(1, marks=pytest.mark.slow)])
+def test_every_promotion_gives_one_word_short_of_overflow_and_underflow(every: int) -> None:
+    """p, sa and sb of all of fp32's exponents, the subnormal ones too; with `every`, each so manieth of the scales.
+
+    Scales are powers of two. Where fp32 holds sa·sb, p·sa, p·sb and p·sa·sb exactly, the five orders are one word,
+    whatever the accumulator. Beyond, any two of them differ somewhere.
+    """
+    draw, powers = np.random.default_rng(2), np.arange(-149, 128)
+    significands = [1.0, 1 + 2.0**-23, 2 - 2.0**-10, 2 - 2.0**-23, *(1 + draw.integers(1, 1 << 23, 2) * 2.0**-23)]
+    sb = np.exp2(powers[::-every].astype(np.float32))[:, None]
+    beyond = dict.fromkeys(itertools.combinations(PROMOTIONS, 2), 0)
+    for turn, exponent in enumerate(powers[::every]):
+        sa = np.float32(2.0**exponent)
+        for way in range(4) if every == 1 else [turn % 4]:
+            significand = draw.choice(significands, (sb.size, powers.size)) * draw.choice([-1, 1], powers.size)
+            p = np.ldexp(significand, powers).astype(np.float32)
+            exact = np.float64(p) * np.float64(sa) * np.float64(sb)
+            beside = draw.normal(size=p.shape) * np.exp2(draw.integers(-30, 31, p.shape))
+            alone = np.ldexp(draw.normal(size=p.shape), draw.integers(-149, 127, p.shape))
+            acc = (0 * exact, -exact, exact * beside, alone)[way]
+            with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+                acc = np.clip(acc, -np.finfo(np.float32).max, np.finfo(np.float32).max).astype(np.float32) + 0
+                inside = np.float64(sa) * np.float64(sb) == sa * sb
+                for scale in (sa, sb):
+                    inside = inside & (np.float64(p) * np.float64(scale) == p * scale)
+                inside = inside & (exact == exact.astype(np.float32))
+                words = {name: run(p, sa, sb, acc).view(np.int32) for name, run in PROMOTIONS.items()}
+            assert inside.any()
+            for (one, other), count in beyond.items():
+                differ = words[one] != words[other]
+                at = np.argwhere(differ & inside)
+                assert not at.size, f"{one} and {other}: p {p[*at[0]]}, sa {sa}, sb {sb[at[0][0]]}, acc {acc[*at[0]]}"
+                beyond[one, other] = count + int(differ.sum())
+    assert all(beyond.values()), beyond
 
 
 def test_scales_of_one_are_split_accumulation() -> None:
