@@ -56,10 +56,11 @@ print("found", json.dumps([losses, all(fp8), len(fp8), type(trainer.model_wrappe
 """
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("device", "wrapped", "kinds"),
     [
-        pytest.param("cpu", "DistributedDataParallel", ["Parameter"], marks=pytest.mark.integration),
+        ("cpu", "DistributedDataParallel", ["Parameter"]),
         pytest.param("cuda", "FSDPLlamaForCausalLM", ["DTensor"], marks=[pytest.mark.gpu, pytest.mark.gpus(2)]),
     ],
 )

@@ -221,7 +221,7 @@ def _mixed(dtype: torch.dtype) -> torch.nn.Module:
 
 
 def recipes() -> Iterator[Case]:
-    """Layers under the other recipes, and one whose parts differ; a last block of 128 is not full. Not recorded."""
+    """Layers under the other recipes, and one whose parts differ; a last block of 128 is not full."""
     made = {
         "Linear": (_of("Linear", 144, 272), (200, 144)),
         "LayerNormMLP": (_of("LayerNormMLP", 144, 272, activation="swiglu", normalization="RMSNorm"), (1, 144)),
