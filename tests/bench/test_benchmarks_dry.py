@@ -4,14 +4,17 @@ tests/bench/test_bandwidth_benches.py and tests/bench/test_gemm_benches.py have 
 GEMMs.
 """
 
+import ast
 import contextlib
 import importlib.machinery
+import itertools
 import math
 import re
 import statistics
 import sys
 import types
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +25,7 @@ from shared.dry_runs import is_drawn, launches, layers, percents, run
 from optimized import measure
 from optimized.bench.kernels import attention, attention_plot, gemm_equality, gemm_shapes
 from optimized.bench.layers import ladder, layer, layer_recipes, layer_sweep, rowwise_torchao, stats, timeline
+from optimized.commands import tables
 
 
 def test_gemms_of_random_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -392,3 +396,16 @@ def test_one_layer(which: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for row, times_of_one in zip(ran.payload["linear"]["rows"], linears.samples.values(), strict=True):
         is_summary(row["ms"], times_of_one)
     assert ran.payload["cupy_pool_bytes"] == 5
+
+
+# They compare what was recorded, and run no benchmark.
+OF_RESULTS = {"test_drawn_results.py", "test_recorded_settings.py"}
+
+
+def test_every_benchmark_has_a_test() -> None:
+    """Some file here imports it."""
+    paths = [path for path in Path(__file__).parent.glob("test_*.py") if path.name not in OF_RESULTS]
+    nodes = itertools.chain.from_iterable(ast.parse(path.read_text("utf-8")).body for path in paths)
+    froms = [node for node in nodes if isinstance(node, ast.ImportFrom)]
+    imported = {f"{node.module}.{one.name}" for node in froms for one in node.names}
+    assert {module.__name__ for module in tables.BENCHMARKS} <= imported

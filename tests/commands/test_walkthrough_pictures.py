@@ -13,8 +13,10 @@ from matplotlib.patches import Rectangle
 from matplotlib.text import Text
 
 from optimized.commands.report import Report
-from optimized.commands.steps import number_line, training, tutorial
+from optimized.commands.steps import linear, number_line, recorded, training, tutorial
 from optimized.commands.steps.style import styled
+from optimized.recordings import tensor_core as recordings
+from optimized.recordings.tensor_core import Product
 from optimized.training import corpus
 from optimized.training.monitor import TENSORS, Run
 from optimized.training.settings import Settings
@@ -170,3 +172,71 @@ def test_the_sentence_about_the_model_has_its_sizes() -> None:
     assert f"{settings.steps} steps of {settings.rows * settings.sequence} guesses" in page
     assert f"{text.files:,} files, {len(text.data):,} bytes" in page
     assert f"A GPT of {settings.layers} causal" in page
+
+
+@pytest.fixture(scope="module")
+def ways() -> list[linear.Variant]:
+    """One `Linear` in four ways."""
+    found, _ = linear.variants()
+    return found
+
+
+def decibels(ways: list[linear.Variant]) -> list[dict[str, float]]:
+    """The noise of each way's results after the first, against products in float64."""
+    x, weight, bias, gradient = (tensor.double().numpy() for tensor in linear._data())
+    exact = {"output": x @ weight.T + bias, "dgrad": gradient @ weight, "wgrad": gradient.T @ x}
+    noise = [{key: exact[key] - one.results[key].double().numpy() for key in exact} for one in ways[1:]]
+    return [
+        {key: 20 * math.log10(np.linalg.norm(exact[key]) / np.linalg.norm(one[key])) for key in exact} for one in noise
+    ]
+
+
+def test_the_second_step_in_fp8_has_less_noise(ways: list[linear.Variant]) -> None:
+    """In its gradients, whose scales are known then; and the table has these numbers."""
+    found = decibels(ways)
+    bf16, first, second = found
+    assert bf16["output"] > 45
+    assert min(first["output"], second["output"]) > 25
+    for key in ("dgrad", "wgrad"):
+        assert second[key] > first[key] + 10
+    table = linear.rows(ways)
+    assert [row[1] for row in table] == [linear.SUBSCRIPT[key] for one in found for key in one]
+    assert [row[0] for row in table if row[0]] == [one.name for one in ways[1:]]
+    for cell, number in zip((row[2] for row in table), (one[key] for one in found for key in one), strict=True):
+        assert float(cell.removesuffix(" dB")) == pytest.approx(number, abs=0.051)
+
+
+def test_bars_are_as_high_as_the_table_says(ways: list[linear.Variant]) -> None:
+    """And points have the gradient of fp32 and that of FP8, before and after scales are known."""
+    bars, *clouds = linear.picture(ways).axes
+    heights = [bar.get_height() for container in bars.containers for bar in container]
+    assert [f"{height:.1f} dB" for height in heights] == [row[2] for row in linear.rows(ways)]
+    assert max(heights) < bars.get_ylim()[1]
+    for axes, way in zip(clouds, ways[2:], strict=True):
+        points = np.asarray(axes.collections[0].get_offsets())
+        for column, one in zip(points.T, (ways[0], way), strict=True):
+            assert np.array_equal(column, one.results["wgrad"].double().flatten()[: len(column)].numpy())
+
+
+@pytest.fixture(scope="module")
+def product() -> Product:
+    """The one that the report shows."""
+    return recorded.shown(list(recordings.products()))
+
+
+def test_only_the_model_of_the_tensor_core_has_the_recorded_words(product: Product) -> None:
+    assert (product.formats, product.m, product.n, product.k) == recorded.SHOWN
+    equal = [np.asarray(axes.collections[0].get_array()) for axes in recorded.picture(product).axes]
+    assert [one.size for one in equal] == [product.out.numel()] * 3
+    assert equal[0].all()
+    assert all(one.mean() < 0.1 for one in equal[1:]), "an ordinary sum may meet a word"
+
+
+def test_recorded_words_stand_above_the_same_ones(product: Product) -> None:
+    """In hexadecimal; ordinary sums have others."""
+    words = product.out[0, : recorded.WORDS_SHOWN].numpy().view(np.uint32)
+    listed, model, *others = (row[1:] for row in recorded.word_rows(product))
+    assert [int(word, 16) for word in listed] == words.tolist()
+    assert model == listed
+    assert len(others) == 2
+    assert all(other != listed for other in others)

@@ -292,8 +292,8 @@ def names(lines: list[str]) -> list[str]:
 
 
 @pytest.fixture(params=["bf16", "FP8"])
-def microbatches(request: pytest.FixtureRequest) -> tuple[bool, list[list[str]]]:
-    """Whether in FP8, and what the first and the second microbatch of a TransformerLayer launch."""
+def passes(request: pytest.FixtureRequest) -> tuple[bool, list[list[list[str]]]]:
+    """Whether in FP8, and what a TransformerLayer launches: the forward and the backward of two microbatches."""
     fp8, found = request.param == "FP8", []
     with DryGpu() as gpu:
         layer = optimized.TransformerLayer(64, 128, 4, params_dtype=torch.bfloat16, fuse_qkv_params=True)
@@ -302,9 +302,17 @@ def microbatches(request: pytest.FixtureRequest) -> tuple[bool, list[list[str]]]
         for first in (True, False):
             with te.autocast(enabled=fp8):
                 out = layer(x, is_first_microbatch=first)
+            forward = names(gpu.taken())
             out.backward(torch.empty_like(out))
-            found.append(names(gpu.taken()))
+            found.append([forward, names(gpu.taken())])
     return fp8, found
+
+
+@pytest.fixture
+def microbatches(passes: tuple[bool, list[list[list[str]]]]) -> tuple[bool, list[list[str]]]:
+    """The same with a list for each microbatch."""
+    fp8, found = passes
+    return fp8, [forward + backward for forward, backward in found]
 
 
 def test_a_layer_leaves_little_to_pytorch(microbatches: tuple[bool, list[list[str]]]) -> None:
@@ -354,6 +362,35 @@ def test_a_layer_casts_its_weights_once_a_step(microbatches: tuple[bool, list[li
     for one in (first, second):
         assert sum(name.startswith("gemm") for name in one) == 12, "three products of four weights"
         assert one.count("scale_update") == (2 if fp8 else 0), "one in each direction, at the autocast's end"
+
+
+# By family, its kernels' files and how many of them a forward and a backward launch, in bf16 and in FP8.
+FAMILIES = {
+    "norm": ("norm|norm_cast_transpose|norm_backward|norm_total", (2, 4), (2, 4)),
+    "attention": ("attention|attention_backward|attention_backward_ends", (1, 4), (1, 4)),
+    "activation": ("activation|activation_cast_transpose", (1, 1), (0, 1)),  # FP8's product has it in its epilogue
+    "dropout": ("dropout", (5, 2), (3, 2)),  # as it has what adds the residual; three launches advance states
+    "gradients of biases": ("dbias", (0, 4), (0, 4)),
+    "casts": ("cast_transpose|cat_cast_transpose", (0, 0), (1, 3)),
+    "products": ("gemm|gemm_fp8|gemm_fp8_fused", (4, 8), (4, 8)),
+    "scales": ("scale_update", (0, 0), (1, 1)),
+}
+OF_WEIGHTS = "multi_cast_transpose"
+
+
+def test_a_layer_launches_so_many_kernels_of_each_family(passes: tuple[bool, list[list[list[str]]]]) -> None:
+    """And none of any other. Weights are cast in the first microbatch, twice, in FP8."""
+    fp8, found = passes
+    for first, microbatch in zip((True, False), found, strict=True):
+        for backward, launched in enumerate(microbatch):
+            kernels = [name for name in launched if not name.startswith("torch.")]
+            counted = {
+                family: sum(re.fullmatch(files, name) is not None for name in kernels)
+                for family, (files, *_) in FAMILIES.items()
+            }
+            assert counted == {family: counts[fp8][backward] for family, (_, *counts) in FAMILIES.items()}
+            assert kernels.count(OF_WEIGHTS) == (2 if fp8 and first and not backward else 0)
+            assert len(kernels) == sum(counted.values()) + kernels.count(OF_WEIGHTS), "some belong to no family"
 
 
 def test_fp8_weights_are_not_cast() -> None:
