@@ -56,7 +56,6 @@ print("found", json.dumps([losses, all(fp8), len(fp8), type(trainer.model_wrappe
 """
 
 
-@pytest.mark.integration
 @pytest.mark.parametrize(
     ("device", "wrapped", "kinds"),
     [
@@ -64,6 +63,7 @@ print("found", json.dumps([losses, all(fp8), len(fp8), type(trainer.model_wrappe
         pytest.param("cuda", "FSDPLlamaForCausalLM", ["DTensor"], marks=[pytest.mark.gpu, pytest.mark.gpus(2)]),
     ],
 )
+@pytest.mark.integration
 def test_the_trainer_with_fsdp_trains_in_fp8(device: str, wrapped: str, kinds: list[str], tmp_path: Path) -> None:
     """On CPUs it takes DDP, on GPUs FSDP2; either way all ranks have the same losses, which fall."""
     pytest.importorskip("accelerate")
