@@ -262,6 +262,7 @@ def check_weight(name: str, value: Any, scale_inv: Any, parameter: torch.Tensor,
             how = f"and no {beside}" if scale_inv is None else f"beside {beside}"
             raise ValueError(f"checkpoint: {name} is {value.dtype} {how}; {FP8} with a scale_inv is accepted.")
         _check_numbers(beside, scale_inv)
+        scale_inv = filled_up(scale_inv, value.shape)
         layout = layout_beside(scale_inv, value.shape)
         if scale_inv.dtype != torch.float32 or layout is None:
             others = [f"{list(one.scales(value.shape))} of {name}" for name, one in KEEPING.items()][1:]
@@ -290,6 +291,21 @@ def check_weight(name: str, value: Any, scale_inv: Any, parameter: torch.Tensor,
     if not bool(numbers.isfinite().all()):
         nan, infinite = int(numbers.isnan().sum()), int(numbers.isinf().sum())
         raise ValueError(f"checkpoint: {name} holds {nan} NaN and {infinite} infinities; finite weights are accepted.")
+
+
+def filled_up(scale_inv: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """The scales of codes of this shape, where they are those that some code has: with zeros where a layout has more.
+
+    So lie those of DeepSeek's files, `[ceil(rows / 128), ceil(cols / 128)]`. Others are returned as they are.
+    """
+    for one in KEEPING.values():
+        if one.used is not None and scale_inv.dim() == len(one.scales(shape)):
+            whole = scale_inv.new_zeros(one.scales(shape))
+            used = one.used(whole, shape)
+            if used.shape == scale_inv.shape != whole.shape:
+                used.copy_(scale_inv)
+                return whole
+    return scale_inv
 
 
 def layout_beside(scale_inv: torch.Tensor, shape: torch.Size) -> str | None:

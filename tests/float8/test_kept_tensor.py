@@ -456,6 +456,25 @@ def test_checkpoints_go_between_16_bits_and_fp8(kind: str, caplog: Any, monkeypa
 
 
 @pytest.mark.parametrize("quantized", [False, True])
+def test_scales_of_squares_load_without_what_fills_a_row_up(quantized: bool) -> None:
+    """So DeepSeek's files have them: `weight_scale_inv [ceil(out / 128), ceil(in / 128)]`."""
+    recipe = RECIPES["blocks"]
+    source = made("Linear", recipe)
+    with torch.no_grad():
+        source.weight.mul_(3)
+    state = source.state_dict()
+    expected, found = made("Linear", recipe, quantized), made("Linear", recipe, quantized)
+    expected.load_state_dict(state)
+    cols = state["weight"].shape[1]
+    few = state["weight_scale_inv"][:, : -(-cols // 128)].clone()
+    assert few.shape != state["weight_scale_inv"].shape
+    found.load_state_dict({**state, "weight_scale_inv": few})
+    for name, x in expected.state_dict().items():
+        assert_same_bits(found.state_dict()[name], x, name)
+    assert_same_bits(found.weight.dequantize(), expected.weight.dequantize())
+
+
+@pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [

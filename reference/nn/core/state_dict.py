@@ -207,6 +207,7 @@ class Checkpointed(WithFP8State):
             dtype = value.dtype
             if value.dtype == FP8:
                 scale_inv, dtype = state_dict.pop(f"{prefix}{name}_scale_inv"), weight.dtype
+                scale_inv = checkpoint_format.filled_up(scale_inv, value.shape)
                 layout = checkpoint_format.layout_beside(scale_inv, value.shape)
                 assert layout is not None  # it was checked
                 if (rows := kept_in(weight) if is_dtensor(value) else None) is not None:
