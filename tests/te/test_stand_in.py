@@ -195,7 +195,7 @@ REFUSED = {
     "root.pytorch.export.onnx_export()": "te.onnx_export is not offered by Twin Engine: there is no export",
     "import transformer_engine.jax": "No module named 'transformer_engine.jax'",
     "root.pytorch.Lineal": "transformer_engine.pytorch.Lineal is not offered by Twin Engine, which stands in for",
-    "root.pytorch.ops.AllReduce()": "ops.AllReduce is not offered by Twin Engine: tensor, sequence and",
+    "root.pytorch.ops.AllReduce()": "ops.AllReduce is not offered by Twin Engine: layers take tp_group and",
     "root.pytorch.module.base.get_workspace()": "transformer_engine.pytorch.module.base.get_workspace is not offered "
     "by",
     "root.pytorch.tensor.utils.replace_raw_data()": "transformer_engine.pytorch.tensor.utils.replace_raw_data is not",

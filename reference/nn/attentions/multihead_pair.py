@@ -94,11 +94,6 @@ class Wants(NamedTuple):
     k_norm_bias: bool = False
 
     @property
-    def of_first(self) -> tuple[bool, bool, bool, bool, bool]:
-        """Those of the first projection with its norm, as `layernorm_linear.Wants` has them."""
-        return self.x, self.norm_weight, self.norm_bias, self.weight, self.bias
-
-    @property
     def of_key_value(self) -> tuple[bool, bool, bool]:
         """Those of the projection of an encoder's output, as `linear.Wants` has them."""
         return self.source, self.key_value_weight, self.key_value_bias

@@ -119,7 +119,7 @@ def prepared(
         *norm_weights,
         first.joined_weight(),
         first.joined_bias(),
-        proj.joined_weight(),
+        proj.weight,
         proj_bias,
     )
     tensors = own
@@ -133,7 +133,7 @@ def prepared(
         contexts.append(fp8)
     needs = wanted(*tensors)
     wants = Wants(*needs)
-    of_first = wants.of_first
+    of_first = (wants.x, wants.norm_weight, wants.norm_bias, wants.weight, wants.bias)
     trains = any(needs) and (any(of_first) or any(wants.of_key_value) or wants.added or any(wants.of_norms))
     p, generator = (0.0, None) if dropout is None else dropout
     if drop_path is not None:
