@@ -31,22 +31,27 @@ def _model(**options: Any) -> torch.nn.Module:
 
 
 def _backward(model: torch.nn.Module, x: torch.Tensor) -> None:
-    model.zero_grad()
     with te.autocast(enabled=True):
         model(x).float().square().mean().backward()
+
+
+def _in_order(model: torch.nn.Module, order: te.parallel.GradientOrder) -> Callable[[], None]:
+    """Steps of two microbatches, one on each rank."""
+    x = torch.randn(128, 2, 256, dtype=torch.bfloat16, device="cuda")
+
+    def step() -> None:
+        model.zero_grad()
+        for _ in order.microbatches(model, 2):
+            _backward(model, x)
+
+    return step
 
 
 def in_ddp() -> Callable[[], None]:
     """Steps whose gradients are added by the copy engines."""
     model, order = DistributedDataParallel(_model()), te.parallel.GradientOrder(2)
     model.register_comm_hook(order, te.parallel.tree_hook)
-    x = torch.randn(128, 2, 256, dtype=torch.bfloat16, device="cuda")
-
-    def step() -> None:
-        for _ in order.microbatches(model, 2):
-            _backward(model, x)
-
-    return step
+    return _in_order(model, order)
 
 
 def in_fsdp() -> Callable[[], None]:
@@ -58,13 +63,7 @@ def in_fsdp() -> Callable[[], None]:
         fully_shard(part)
     te.parallel.copy_engine_all_gather(model)
     te.parallel.tree_reduce_scatter(model, order)
-    x = torch.randn(128, 2, 256, dtype=torch.bfloat16, device="cuda")
-
-    def step() -> None:
-        for _ in order.microbatches(model, 2):
-            _backward(model, x)
-
-    return step
+    return _in_order(model, order)
 
 
 def in_tensor_parallel() -> Callable[[], None]:

@@ -6,9 +6,12 @@ records tests/golden/hundred_steps.json anew, in some minutes: by model and prec
 last step, and the losses of that.
 """
 
+import gc
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from shared.training_text import corpus
 
@@ -33,14 +36,24 @@ def steps_of(trainer: Trainer, steps: int) -> str:
     return f"{trainer.digest()} {losses.tolist()}"
 
 
-def alone(size: Settings, steps: int, precisions: tuple[str, ...] = PRECISIONS, device: str = "cpu") -> list[str]:
-    """`steps_of` one process, by precision; each microbatch is a group."""
-    every = [replace(size, precision=precision, groups=size.accumulate) for precision in precisions]
-    return [steps_of(Trainer(one, corpus(), device), steps) for one in every]
+def hashes(
+    size: Settings,
+    steps: int,
+    precisions: tuple[str, ...] = PRECISIONS,
+    kind: Callable[..., Trainer] = Trainer,
+    **where: Any,
+) -> list[str]:
+    """`steps_of` this process, by precision; each microbatch is a group. `where`: the device, and the layout."""
+    found = []
+    for precision in precisions:
+        one = replace(size, precision=precision, groups=size.accumulate)
+        found.append(steps_of(kind(one, corpus(), **where), steps))
+        gc.collect()  # layers that live on on one rank would have their scales reduced there alone
+    return found
 
 
 def recorded(model: str) -> list[str]:
-    """Those of `alone` on a CPU."""
+    """`hashes` of one process on a CPU."""
     found = json.loads(RECORDED.read_text())[model]
     return [found[precision] for precision in PRECISIONS]
 
@@ -48,6 +61,6 @@ def recorded(model: str) -> list[str]:
 if __name__ == "__main__":
     found = {}
     for name, size in MODELS.items():
-        found[name] = dict(zip(PRECISIONS, alone(size, size.steps), strict=True))
+        found[name] = dict(zip(PRECISIONS, hashes(size, size.steps), strict=True))
         print(name, found[name], flush=True)
     files.write(RECORDED, json.dumps(found, indent=1) + "\n")

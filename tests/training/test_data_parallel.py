@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch.distributed as dist
-from shared.hundred_steps import MODELS, PRECISIONS, alone, recorded, steps_of
+from shared.hundred_steps import MODELS, PRECISIONS, hashes, recorded, steps_of
 from shared.processes import free_port, ranks
 from shared.training_text import corpus
 
@@ -82,7 +82,7 @@ def test_a_run_stops_in_one_layout_and_goes_on_in_another(tmp_path: Path) -> Non
     on_ranks(2, jobs, tmp_path / "run")
     jobs = [one._replace(steps=1, layout=then[one.name]) for one in jobs]
     found = on_ranks(4, jobs, tmp_path / "run")
-    assert found == {name: alone(size, STEPS, precisions) for name, (size, precisions) in sizes.items()}
+    assert found == {name: hashes(size, STEPS, precisions) for name, (size, precisions) in sizes.items()}
 
 
 @pytest.mark.slow
@@ -90,7 +90,7 @@ def test_a_run_whose_weights_ranks_shared_goes_on_with_rows_of_them(tmp_path: Pa
     """From TP 2 to FSDP2 on four ranks, which need four groups."""
     size = replace(WIDE, accumulate=4)
     on_ranks(2, [Job("run", size, STEPS - 1, {"tensor": 2})], tmp_path / "run")
-    assert on_ranks(4, [Job("run", size, 1, {"shard": True})], tmp_path / "run")["run"] == alone(size, STEPS)
+    assert on_ranks(4, [Job("run", size, 1, {"shard": True})], tmp_path / "run")["run"] == hashes(size, STEPS)
 
 
 @pytest.mark.slow
@@ -100,7 +100,7 @@ def test_layers_that_are_recomputed_may_be_divided(tmp_path: Path) -> None:
         Job("weights", replace(WIDE, recompute=True), 2, {"tensor": 2}),
         Job("tokens", replace(LONG, recompute=True), 2, {"context": 2}),
     ]
-    assert on_ranks(2, jobs, tmp_path / "run") == {one.name: alone(one.size, 2) for one in jobs}
+    assert on_ranks(2, jobs, tmp_path / "run") == {one.name: hashes(one.size, 2) for one in jobs}
 
 
 FAMILIES: dict[str, dict[int, list[dict[str, Any]]]] = {
@@ -119,11 +119,11 @@ FAMILIES: dict[str, dict[int, list[dict[str, Any]]]] = {
 def test_a_hundred_steps_have_one_hash_in_any_layout(family: str, tmp_path: Path) -> None:
     size = MODELS[family]
     expected = recorded(family)
-    assert alone(size, size.steps) == expected
+    assert hashes(size, size.steps) == expected
     for world, layouts in FAMILIES[family].items():
         jobs = [Job(str(layout), size, size.steps, layout) for layout in layouts]
-        for layout, hashes in on_ranks(world, jobs, tmp_path / f"run{world}").items():
-            assert hashes == expected, (world, layout)
+        for layout, found in on_ranks(world, jobs, tmp_path / f"run{world}").items():
+            assert found == expected, (world, layout)
 
 
 @pytest.mark.parametrize(

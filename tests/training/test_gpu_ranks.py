@@ -1,6 +1,5 @@
 """A run of the GPT in FP8 with dropout has the hash of one process, on a CPU, on two GPUs over NCCL in any layout."""
 
-import gc
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,10 +8,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from shared.device_ranks import start
-from shared.hundred_steps import MODELS, PRECISIONS, alone, recorded, steps_of
+from shared.hundred_steps import MODELS, PRECISIONS, hashes, recorded
 from shared.processes import free_port, ranks
 from shared.training_layouts import InDDP, InPipeline
-from shared.training_text import corpus
 
 from optimized.training.settings import Settings
 from optimized.training.trainer import Trainer
@@ -43,27 +41,18 @@ HUNDRED: dict[str, dict[str, tuple[Callable[..., Trainer], dict[str, Any]]]] = {
 def worker(rank: int, port: int, path: str) -> None:
     """Each rank leaves its hashes."""
     start(rank, 2, port, "cuda")
-    found = [hashes(Trainer, size, STEPS, **layout) for size, layout in LAYOUTS.values()]
+    found = [hashes(size, STEPS, device="cuda", **layout) for size, layout in LAYOUTS.values()]
     Path(f"{path}.{rank}").write_text("\n".join(one for some in found for one in some))
     dist.barrier()
     dist.destroy_process_group()
-
-
-def hashes(kind: Callable[..., Trainer], size: Settings, steps: int, **layout: Any) -> list[str]:
-    """By precision, on this rank's GPU; each microbatch is a group."""
-    found = []
-    for precision in PRECISIONS:
-        settings = replace(size, precision=precision, groups=size.accumulate)
-        found.append(steps_of(kind(settings, corpus(), "cuda", **layout), steps))
-        gc.collect()  # layers that live on on one rank would have their scales reduced there alone
-    return found
 
 
 def of_a_hundred(rank: int, port: int, model: str, layout: str, path: str) -> None:
     """Each rank leaves its hashes."""
     start(rank, 2, port, "cuda")
     kind, options = HUNDRED[model][layout]
-    Path(f"{path}.{rank}").write_text("\n".join(hashes(kind, MODELS[model], MODELS[model].steps, **options)))
+    found = hashes(MODELS[model], MODELS[model].steps, kind=kind, device="cuda", **options)
+    Path(f"{path}.{rank}").write_text("\n".join(found))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -73,7 +62,7 @@ def of_a_hundred(rank: int, port: int, model: str, layout: str, path: str) -> No
 def test_two_gpus_have_the_hash_of_a_cpu(tmp_path: Path) -> None:
     ranks(worker, (free_port(), str(tmp_path / "found")), 2)
     cases = [(name, precision) for name in LAYOUTS for precision in PRECISIONS]
-    expected = [one for size, _ in LAYOUTS.values() for one in alone(size, STEPS)]
+    expected = [one for size, _ in LAYOUTS.values() for one in hashes(size, STEPS)]
     for rank in range(2):
         found = Path(tmp_path / f"found.{rank}").read_text().split("\n")
         differ = [case for case, one, other in zip(cases, found, expected, strict=True) if one != other]
@@ -92,4 +81,4 @@ def test_a_hundred_steps_on_two_gpus_have_the_hash_of_a_cpu(model: str, layout: 
 @pytest.mark.gpu
 @pytest.mark.parametrize("model", MODELS)
 def test_a_hundred_steps_on_one_gpu_have_the_hash_of_a_cpu(model: str) -> None:
-    assert alone(MODELS[model], MODELS[model].steps, device="cuda") == recorded(model)
+    assert hashes(MODELS[model], MODELS[model].steps, device="cuda") == recorded(model)

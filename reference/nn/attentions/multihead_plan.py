@@ -114,14 +114,7 @@ def prepared(
         reads = reads if gamma is None else reads._replace(head_gamma=gamma)
     norm_weights = named(first, ("layer_norm_weight", "layer_norm_bias")) if has_norm else (None, None)
     proj_bias = None if dropout is None and proj.return_bias else proj.joined_bias()
-    own: tuple[Any, ...] = (
-        x,
-        *norm_weights,
-        first.joined_weight(),
-        first.joined_bias(),
-        proj.weight,
-        proj_bias,
-    )
+    own: tuple[Any, ...] = (x, *norm_weights, first.joined_weight(), first.joined_bias(), proj.weight, proj_bias)
     tensors = own
     if crosses:
         key_value = modules["key_value"]
