@@ -1,10 +1,10 @@
 """How processes share a run: ranks of torch.distributed's default group, in groups.
 
-    rank = d · (tensor · context) + p        d: which microbatches; p: which part of weights, or which tokens
+    rank = (d · context + c) · tensor + t        d: which microbatches; c: which tokens; t: which part of the weights
 
-Ranks with one d share a microbatch: with `tensor` the weights of the layers (heads, and features of the MLPs), with
-`context` the tokens of each sequence. Ranks with one p share a step's groups of microbatches, and with `shard` weights
-and moments, too. The bits are those of one process in every layout.
+Ranks with one d share a microbatch: those with one c, too, the weights of the layers (heads, and features of the MLPs),
+those with one t the tokens of each sequence. Ranks with one c and t share a step's groups of microbatches, and with
+`shard` weights and moments, too. The bits are those of one process in every layout.
 """
 
 from collections.abc import Mapping
@@ -60,8 +60,6 @@ class Layout:
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise ValueError(f"{name}={value!r}; an int from 1 is accepted.")
-        if self.tensor > 1 and self.context > 1:
-            raise ValueError(f"tensor={self.tensor} with context={self.context}; one of them may be more than 1.")
         if world % self.inner:
             raise ValueError(f"{world} ranks in groups of {self.inner}; a multiple of {self.inner} is accepted.")
         if self.inner > 1 and settings.precision not in _PARTS:
@@ -112,16 +110,14 @@ class Places:
         self.layout = layout
         if layout.inner == 1:
             return
-        world, me, inner = dist.get_world_size(), dist.get_rank(), layout.inner
-        together = [list(range(first, first + inner)) for first in range(0, world, inner)]
-        for members in (*together, *zip(*together, strict=True)):  # every rank makes every group
-            group = dist.new_group(list(members))
-            if me not in members:
+        ranks = torch.arange(dist.get_world_size(), device="cpu").view(-1, layout.context, layout.tensor)
+        for dim, name in enumerate(("data", "context", "tensor")):
+            if name != "data" and ranks.shape[dim] == 1:
                 continue
-            if list(members) in together:
-                setattr(self, "tensor" if layout.tensor > 1 else "context", group)
-            else:
-                self.data = group
+            for members in ranks.movedim(dim, -1).flatten(0, -2).tolist():  # every rank makes every group
+                group = dist.new_group(members)
+                if dist.get_rank() in members:
+                    setattr(self, name, group)
 
     # --- tensors of which ranks have parts ---------------------------------------------------------------
 

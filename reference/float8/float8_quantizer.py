@@ -282,7 +282,7 @@ class Float8CurrentScalingQuantizer(Quantizer):
     def scaling(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         how = (FORMATS[self.dtype].dtype, self.force_pow_2_scales, self.amax_epsilon)
         if self._group is not None:
-            return scale_of_ranks(rows, self._group, *how), None
+            return scale_of_ranks(rows, (self._group,), *how), None
         return twin.current_scale(rows, *how), None
 
     @property

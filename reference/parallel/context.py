@@ -28,6 +28,8 @@ from reference.ops.library import twin
 from reference.parallel.ordered_reduce import gathered_rows, ranks_of
 
 Tensors = tuple[torch.Tensor, ...]
+Heads = tuple[int, int, int]
+"""How many heads a call has, how many there are, and the number of its first; ranks may share the heads, too."""
 
 
 def chunks_of(group: str) -> tuple[int, int]:
@@ -57,11 +59,11 @@ def with_place(state: torch.Tensor, *place: int) -> torch.Tensor:
     return torch.cat([state[:2], after])
 
 
-def at(state: torch.Tensor | None, heads: int, tokens: int, query: int, key: int) -> torch.Tensor | None:
+def at(state: torch.Tensor | None, heads: Heads, tokens: int, query: int, key: int) -> torch.Tensor | None:
     """The random state of a call whose first query and first key have these numbers in a sequence of so many tokens."""
     if state is None:
         return None
-    return with_place(state, heads, heads, 0, query, tokens, key, tokens)
+    return with_place(state, *heads, query, tokens, key, tokens)
 
 
 def _heads(x: torch.Tensor) -> torch.Tensor:
@@ -74,7 +76,7 @@ def _tokens(x: torch.Tensor) -> torch.Tensor:
     return x.permute(2, 0, 1, *range(3, x.dim()))
 
 
-def attend(group: str, options: Options, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tensors:
+def attend(group: str, heads: Heads, options: Options, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tensors:
     """out `[s, b, h, e]`, m and 1 / l `[s, b, h]` of this rank's q, k and v `[s, b, heads, d]`.
 
     `options`: of the whole sequence, without what depends on a place in it; its mask type is "causal" or "none".
@@ -85,7 +87,7 @@ def attend(group: str, options: Options, q: torch.Tensor, k: torch.Tensor, v: to
     found = []
     for half, chunk in enumerate(chunks_of(group)):
         stop = (chunk + 1) * n if causal else size
-        options = options._replace(rng_state=at(state, q.shape[2], size, chunk * n, 0))
+        options = options._replace(rng_state=at(state, heads, size, chunk * n, 0))
         found.append(twin.attention(_heads(q[half * n : (half + 1) * n]), _heads(k[:stop]), _heads(v[:stop]), *options))
     if state is not None:
         state[1] += 1
@@ -95,6 +97,7 @@ def attend(group: str, options: Options, q: torch.Tensor, k: torch.Tensor, v: to
 
 def attend_backward(
     group: str,
+    heads: Heads,
     options: Options,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -113,8 +116,8 @@ def attend_backward(
     for half, chunk in enumerate(chunks_of(group)):
         first, stop = chunk * n, (chunk + 1) * n
         last, begin = (stop, first) if causal else (size, 0)
-        of_queries = of_queries._replace(rng_state=at(state, q.shape[2], size, first, 0))
-        options = options._replace(rng_state=at(state, q.shape[2], size, begin, first))
+        of_queries = of_queries._replace(rng_state=at(state, heads, size, first, 0))
+        options = options._replace(rng_state=at(state, heads, size, begin, first))
         g, queries, *results = (_heads(x[half * n : (half + 1) * n]) for x in own)
         dq, _, _ = twin.attention_backward(
             g, queries, _heads(keys[:last]), _heads(values[:last]), *results, *of_queries

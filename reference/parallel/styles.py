@@ -80,11 +80,6 @@ def share(module: Any, group: Any, mode: str | None, sequence_parallel: bool, so
         for layer, own_mode in parts:
             if layer.tp_size > 1:
                 raise ValueError(f"{type(layer).__name__}: tp_size={layer.tp_size}; a layer that is whole is accepted.")
-            if layer.cp_name is not None and dist.get_world_size(group) > 1:
-                raise NotImplementedError(
-                    f"{type(layer).__name__}: a group that shares its weights with one that shares tokens is not "
-                    f"offered; one of them is accepted."
-                )
             layer.take_tensor_group(group, 1, sequence_parallel)
             if layer.tp_size > 1:
                 layer.divide(own_mode)

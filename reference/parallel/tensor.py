@@ -50,6 +50,7 @@ from reference.recipes.quantizer import (
     HighPrecision,
     Produced,
     Quantizer,
+    innermost,
 )
 from reference.recipes.roles import GemmRoles, Roles
 from reference.support import groups
@@ -242,14 +243,17 @@ def cut_of(quantizer: Quantizer, accumulate: str) -> int:
     """At multiples of how many numbers K may be cut between ranks; `accumulate` is that of FP8 with one scale."""
     if not quantizer.fp8:
         return CUTS["16 bits"]
-    inner = quantizer.inner if isinstance(quantizer, Around) else quantizer
-    return CUTS["blocks"] if isinstance(inner, InBlocks) else CUTS[accumulate]
+    return CUTS["blocks"] if isinstance(innermost(quantizer), InBlocks) else CUTS[accumulate]
 
 
 def of_whole(quantizer: Quantizer, group: str) -> Quantizer:
-    """The same for a tensor of which each rank has a part: with the scale of all of it."""
+    """The same for a tensor of which each rank of a group has a part: with the scale of all of it."""
     if type(quantizer) is Current:
-        return SharedCurrent(quantizer, group)
+        return SharedCurrent(quantizer, (group,))
+    if isinstance(quantizer, SharedCurrent):
+        return SharedCurrent(quantizer, (*quantizer.shared_by, group))
+    if isinstance(quantizer, Gathered):
+        return Gathered(of_whole(quantizer.inner, group), quantizer.group)
     if isinstance(quantizer, ForwardOnly) and quantizer.dtype_t is not None:
         return type(quantizer)(of_whole(quantizer.inner, group), quantizer.dtype_t)
     if type(quantizer) not in (Delayed, InBlocks, HighPrecision, Calibrating):
@@ -263,24 +267,25 @@ def of_whole(quantizer: Quantizer, group: str) -> Quantizer:
 class SharedCurrent(Current):
     """Current scaling of a tensor of which each rank has a part: the amax is the largest of theirs.
 
-    Nothing is fused with the op before it, because the scale waits for the other ranks.
+    Nothing is fused with the op before it, because the scale waits for the other ranks. `shared_by`: the names of their
+    groups; with two of them each rank of one has a part of what the ranks of the other share.
     """
 
     reads_amax = False
 
-    def __init__(self, one: Current, group: str) -> None:
+    def __init__(self, one: Current, shared_by: tuple[str, ...]) -> None:
         super().__init__(*one.how)
-        self.group = group
-        self.key = (*one.key, group)  # type: ignore[misc]
+        self.shared_by = shared_by
+        self.key = ("current", *one.how, *shared_by)  # type: ignore[assignment]
 
     def scale(self, x: torch.Tensor) -> torch.Tensor:
-        return scale_of_ranks(x, self.group, *self.how)
+        return scale_of_ranks(x, self.shared_by, *self.how)
 
     def scale_of_activation(self, h: torch.Tensor, kind: str, y: torch.Tensor) -> torch.Tensor:
         amax = torch.zeros(1, 1, dtype=torch.float32, device=h.device)
         one = torch.ones(1, dtype=torch.float32, device=h.device)
         twin.activation_cast_transpose(h, kind, one, amax, 0, self.dtype)  # for the amax of the fp32 activation
-        return scale_of_amaxes(amax, self.group, *self.how)
+        return scale_of_amaxes(amax, self.shared_by, *self.how)
 
     quantize_together = Quantizer.quantize_together
     norm = Quantizer.norm

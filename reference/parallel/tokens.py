@@ -12,6 +12,10 @@ A rank's tokens are the two chunks of `reference.parallel.context`; they come fi
     dropout           by an element's index in the whole tensor: a chunk is a call of its own
 
 So every rank has the whole gradient of every parameter, and nobody adds them again.
+
+Where ranks share the weights, too (`reference.parallel.tensor`), a rank is in a group of each kind. The ranks of one
+tensor-parallel group have the same two chunks; sequence parallel, each has some rows of them, one rank's after the
+other's. What is summed over tokens is gathered in both groups: first those rows, then the chunks.
 """
 
 from typing import Any, NamedTuple
@@ -23,7 +27,7 @@ from reference.ops.gemms.gemm_part import CUTS
 from reference.ops.library import twin
 from reference.parallel.context import chunks_of, gathered, with_place
 from reference.parallel.ordered_reduce import gathered_rows, ranks_of
-from reference.parallel.tensor import of_whole
+from reference.parallel.tensor import Gathered, of_whole
 from reference.recipes.block_scaling import InBlocks
 from reference.recipes.delayed_scaling import Delayed
 from reference.recipes.quantized import (
@@ -39,7 +43,7 @@ from reference.recipes.quantized import (
     products,
     rows_of_operand,
 )
-from reference.recipes.quantizer import ActivationPlan, Around, HighPrecision, Produced, Quantizer
+from reference.recipes.quantizer import ActivationPlan, Around, HighPrecision, Produced, Quantizer, innermost
 from reference.recipes.roles import Roles
 from reference.support import groups
 
@@ -48,15 +52,23 @@ BLOCK = CUTS["blocks"]
 
 
 class Tokens(NamedTuple):
-    """Which ranks share the tokens of a layer's rows: the name of their group."""
+    """Which ranks share the tokens of a layer's rows.
+
+    Attributes:
+        group: the name of their group.
+        rows: the name of the group among whose ranks the rows of the two chunks are divided (sequence parallel); None
+            where a rank has all of them.
+    """
 
     group: str
+    rows: str | None = None
 
     def gathered(self, x: torch.Tensor) -> torch.Tensor:
-        """The rows of all ranks in their order, from this rank's x, whose rows are two chunks."""
-        if x.dtype.itemsize > 1:
-            return gathered(self.group, x)
-        return gathered(self.group, x.view(torch.uint8)).view(x.dtype)
+        """The rows of all ranks in their order, from this rank's x."""
+        rows = x.view(torch.uint8) if x.dtype.itemsize == 1 else x  # PyTorch puts no FP8 together
+        if self.rows is not None:
+            rows = gathered_rows(self.rows, rows)
+        return gathered(self.group, rows).view(x.dtype)
 
     def angles(self, of_all: torch.Tensor, tokens: int) -> torch.Tensor:
         """Those of this rank's so many tokens, from the angles of all positions, or of more."""
@@ -97,24 +109,41 @@ class Tokens(NamedTuple):
         main_grad.copy_(found)
         return None
 
-    def places(self, state: torch.Tensor, elements: int) -> list[torch.Tensor]:
-        """A random state for each chunk of this rank's tensor of so many elements: with the index of its first."""
-        return [with_place(state, chunk * (elements // 2)) for chunk in chunks_of(self.group)]
+    def pieces(self, rows: int) -> list[tuple[int, int]]:
+        """Of this rank's so many rows those that follow each other in the whole: how many, and the first one's number.
+
+        Two chunks; where the rows of those are divided, what is here of each.
+        """
+        rank, count = (0, 1) if self.rows is None else ranks_of(self.rows)
+        half, first, end = rows * count // 2, rank * rows, (rank + 1) * rows
+        found = []
+        for which, chunk in enumerate(chunks_of(self.group)):
+            begin, stop = max(first, which * half), min(end, (which + 1) * half)
+            if begin < stop:
+                found.append((stop - begin, chunk * half + begin - which * half))
+        return found
+
+    def places(self, state: torch.Tensor, x: torch.Tensor) -> tuple[list[int], list[torch.Tensor]]:
+        """The rows of each piece of this rank's x, and a random state for it: with the index of its first element."""
+        pieces, width = self.pieces(len(x)), x.numel() // max(len(x), 1)
+        return [rows for rows, _ in pieces], [with_place(state, first * width) for _, first in pieces]
 
     def dropped(
         self, x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, p: float, state: torch.Tensor
     ) -> torch.Tensor:
         """`twin::bias_dropout_add` of x `[tokens, hidden]`, with the masks of its places; the state is advanced."""
-        others = (None, None) if residual is None else residual.chunk(2)
-        chunks = zip(x.chunk(2), others, self.places(state, x.numel()), strict=True)
-        found = torch.cat([twin.bias_dropout_add(one, bias, other, p, place) for one, other, place in chunks])
+        sizes, places = self.places(state, x)
+        others = [None] * len(sizes) if residual is None else residual.split(sizes)
+        pieces = zip(x.split(sizes), others, places, strict=True)
+        found = torch.cat([twin.bias_dropout_add(one, bias, other, p, place) for one, other, place in pieces])
         state[1] += 1
         return found
 
     def dropped_backward(self, grad: torch.Tensor, p: float, state: torch.Tensor) -> torch.Tensor:
         """`twin::dropout_backward` of it; the state from before."""
-        chunks = zip(grad.chunk(2), self.places(state, grad.numel()), strict=True)
-        return torch.cat([twin.dropout_backward(one, p, place, None) for one, place in chunks])
+        sizes, places = self.places(state, grad)
+        pieces = zip(grad.split(sizes), places, strict=True)
+        return torch.cat([twin.dropout_backward(one, p, place, None) for one, place in pieces])
 
 
 def quantizers_of_tokens(roles: Roles, quantizers: dict[str, Quantizer]) -> dict[str, Quantizer]:
@@ -132,6 +161,8 @@ class GradOfTokens(Around):
 
     def __init__(self, inner: Quantizer, tokens: Tokens) -> None:
         self.inner, self.tokens = inner, tokens
+        # Those of the gradient as it comes, of which `Gathered` then has all rows of the two chunks.
+        self.of_given = tokens._replace(rows=inner.group) if isinstance(inner, Gathered) else tokens
         self.dtype, self.dtype_t, self.fp8 = inner.dtype, inner.dtype_t, inner.fp8
         self.key = ("of tokens", inner.key, tokens)
 
@@ -139,9 +170,9 @@ class GradOfTokens(Around):
         return self.inner.quantize(x, transpose)
 
     def grad(self, g: torch.Tensor, transpose: bool, dbias: bool) -> Produced:
-        if isinstance(self.inner, HighPrecision):
+        if isinstance(innermost(self.inner), HighPrecision):
             g = as_dtype(g, self.inner.dtype)
-        return self.inner.grad(g, transpose, False)[0], twin.dbias(self.tokens.gathered(g)) if dbias else None
+        return self.inner.grad(g, transpose, False)[0], twin.dbias(self.of_given.gathered(g)) if dbias else None
 
     def activation_grad(
         self, g: Quantized, w: Operand, h: torch.Tensor, plan: ActivationPlan, transpose: bool, dbias: bool
@@ -160,7 +191,7 @@ class GradOfTokens(Around):
 
 def can_be_gathered(quantizer: Quantizer) -> bool:
     """Whether ranks can put the tokens of an input, or of a gradient, together: it has no square blocks."""
-    inner = quantizer.inner if isinstance(quantizer, Around) else quantizer
+    inner = innermost(quantizer)
     return not (isinstance(inner, InBlocks) and inner.square)
 
 

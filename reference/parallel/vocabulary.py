@@ -66,9 +66,8 @@ def rows_of_table(shard: Shard, weight: torch.Tensor, ids: torch.Tensor) -> torc
 
 
 def gradient_of_table(shard: Shard, grad: torch.Tensor, ids: torch.Tensor, padding: int) -> torch.Tensor:
-    """The gradient `[classes, width]` of this rank's rows; `padding`: the row of the whole table that gets none."""
-    if shard.sequence:
-        grad = gathered_rows(shard.group, grad)
+    """The gradient `[classes, width]` of this rank's rows from those of all tokens; `padding`: the row of the whole
+    table that gets none."""
     # Terms of no row here go to one more row: choosing the others would wait for a GPU.
     here = (ids >= shard.first) & (ids < shard.first + shard.classes) & (ids != padding)
     rows = torch.where(here, ids - shard.first, shard.classes)

@@ -122,19 +122,21 @@ def _check_quantization(what: str, value: Any) -> None:
         raise ValueError(f"{what}: amax_epsilon={epsilon!r}; a finite number of fp32, from 0 on, is accepted.")
 
 
-def scale_of_amaxes(amax: torch.Tensor, group: str, *how: Any) -> torch.Tensor:
-    """The scale, fp32 `[1]`, of the largest of a group's amaxes, each fp32 `[1, 1]` and replaced by it; `how` as in
-    `twin::current_scale`.
+def scale_of_amaxes(amax: torch.Tensor, shared_by: Sequence[str], *how: Any) -> torch.Tensor:
+    """The scale, fp32 `[1]`, of the largest of the amaxes of groups, each fp32 `[1, 1]` and replaced by it.
+
+    `shared_by`: the groups' names; `how` as in `twin::current_scale`.
     """
-    groups.largest_in(amax, group)
+    for group in shared_by:
+        groups.largest_in(amax, group)
     return twin.current_scale(amax, *how)  # type: ignore[no-any-return]
 
 
-def scale_of_ranks(x: torch.Tensor, group: str, *how: Any) -> torch.Tensor:
-    """`twin::current_scale` of a tensor of which each rank of a group has a part, x."""
+def scale_of_ranks(x: torch.Tensor, shared_by: Sequence[str], *how: Any) -> torch.Tensor:
+    """`twin::current_scale` of a tensor of which each rank of these groups has a part, x."""
     amax = torch.zeros(1, 1, dtype=torch.float32, device=x.device)
     twin.amax(x.contiguous(), amax, 0)
-    return scale_of_amaxes(amax, group, *how)
+    return scale_of_amaxes(amax, shared_by, *how)
 
 
 class Current(Quantizer):

@@ -190,6 +190,13 @@ class Around(Quantizer):
         return self.inner.of_backward(x, row)
 
 
+def innermost(quantizer: Quantizer) -> Quantizer:
+    """The quantizer that others are around."""
+    while isinstance(quantizer, Around):
+        quantizer = quantizer.inner
+    return quantizer
+
+
 class ForwardOnly(Around):
     """FP8 by `inner` for the forward; what a backward reads is in `dtype_t`, 16 bits or fp32, as of `HighPrecision`.
 

@@ -6,10 +6,8 @@ from typing import Any
 import pytest
 import torch
 from shared.tensor_ranks import BF16, RECIPES, compare, in_one, numbers, on_ranks
-from torch.distributed.device_mesh import DeviceMesh
 
 import reference as te
-from reference.parallel.styles import RowwiseParallel
 
 
 def cut(x: torch.Tensor, ranks: int) -> torch.Tensor:
@@ -111,31 +109,13 @@ def refused(group: Any, count: int, rank: int) -> dict[str, torch.Tensor]:
     def layer(**more: Any) -> te.TransformerLayer:
         return te.TransformerLayer(32, 64, 2, **more)
 
-    shared = te.Linear(32, 32)
-    te.parallel.share_tokens(shared, group)
     for call, sentence in (
         (lambda: given(layer(), "p2p"), "TransformerLayer: cp_comm_type='p2p' with a cp_group of 2 ranks is not"),
         (lambda: given(layer(attn_input_format="bshd")), "TransformerLayer: attn_input_format='bshd' with a cp_group"),
         (lambda: given(layer(drop_path_rate=0.1)), "TransformerLayer: drop_path_rate=0.1 with a cp_group of 2"),
         (
-            lambda: given(layer(tp_size=2, set_parallel_mode=True)),
-            "TransformerLayer: tp_size=2 with a cp_group of 2 ranks is not",
-        ),
-        (
-            lambda: given(te.MultiheadAttention(32, 2, tp_size=2, set_parallel_mode=True)),
-            "MultiheadAttention: tp_size=2 with a cp_group",
-        ),
-        (
             lambda: given(te.MultiheadAttention(32, 2, qkv_format="thd")),
             "MultiheadAttention: qkv_format='thd' with a cp_group of 2 ranks",
-        ),
-        (
-            lambda: te.parallel.share_tokens(te.Linear(32, 32, tp_size=2, parallel_mode="row"), group),
-            "Linear: a group that shares tokens with tp_size=2 is not offered",
-        ),
-        (
-            lambda: RowwiseParallel()._apply(shared, DeviceMesh.from_group(group, "cpu")),
-            "Linear: a group that shares its weights with one that shares tokens is not offered",
         ),
     ):
         with pytest.raises(NotImplementedError, match=f"^{sentence}"):

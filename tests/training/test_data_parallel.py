@@ -25,6 +25,7 @@ TINY = Settings(
 )
 WIDE = replace(TINY, hidden=256, rows=1, accumulate=2)  # a rank's part of K is a multiple of what the contract says
 LONG = replace(TINY, sequence=512, rows=1, accumulate=2)
+BOTH = replace(WIDE, sequence=512)
 
 
 class Job(NamedTuple):
@@ -69,14 +70,16 @@ def on_ranks(world: int, jobs: list[Job], path: Path) -> dict[str, list[str]]:
 def test_a_run_stops_in_one_layout_and_goes_on_in_another(tmp_path: Path) -> None:
     """Each run begins on two ranks and ends on four. Layers in each recipe that share more: test_tensor_parallel.py."""
     sizes = {"data": (TINY, PRECISIONS), "weights": (WIDE, ("block",)), "tokens": (LONG, ("current",))}
-    sizes["FSDP2 to TP"] = (WIDE, ("delayed",))
+    sizes |= {"FSDP2 to TP": (WIDE, ("delayed",)), "weights and tokens": (BOTH, ("delayed",))}
     first: dict[str, Any] = {"data": {}, "weights": {"tensor": 2}, "tokens": {"context": 2}}
+    first |= {"weights and tokens": {"context": 2}}
     first |= {"FSDP2 to TP": {"shard": True}}
     then: dict[str, Any] = {
         "data": {"shard": True},
         "weights": {"tensor": 2, "shard": True},
         "tokens": {"context": 2},
         "FSDP2 to TP": {"tensor": 2},
+        "weights and tokens": {"tensor": 2, "context": 2},
     }
     jobs = [Job(name, size, STEPS - 1, first[name], precisions) for name, (size, precisions) in sizes.items()]
     on_ranks(2, jobs, tmp_path / "run")
@@ -91,6 +94,15 @@ def test_a_run_whose_weights_ranks_shared_goes_on_with_rows_of_them(tmp_path: Pa
     size = replace(WIDE, accumulate=4)
     on_ranks(2, [Job("run", size, STEPS - 1, {"tensor": 2})], tmp_path / "run")
     assert on_ranks(4, [Job("run", size, 1, {"shard": True})], tmp_path / "run")["run"] == hashes(size, STEPS)
+
+
+@pytest.mark.slow
+def test_ranks_share_weights_tokens_and_microbatches(tmp_path: Path) -> None:
+    """Each of the three at once, on eight ranks, with and without FSDP2; the run began on four."""
+    jobs = [Job(name, BOTH, STEPS - 1, {"tensor": 2, "context": 2}) for name in ("DDP", "FSDP2")]
+    on_ranks(4, jobs, tmp_path / "run")
+    then = [one._replace(steps=1, layout=one.layout | {"shard": one.name == "FSDP2"}) for one in jobs]
+    assert on_ranks(8, then, tmp_path / "run") == dict.fromkeys(("DDP", "FSDP2"), hashes(BOTH, STEPS))
 
 
 @pytest.mark.slow
@@ -129,7 +141,8 @@ def test_a_hundred_steps_have_one_hash_in_any_layout(family: str, tmp_path: Path
 @pytest.mark.parametrize(
     ("layout", "more", "world", "sentence"),
     [
-        ({"tensor": 2, "context": 2}, {}, 4, "tensor=2 with context=2; one of them may be more than 1"),
+        ({"tensor": 2, "context": 2}, {}, 6, "6 ranks in groups of 4; a multiple of 4 is accepted"),
+        ({"tensor": 2, "context": 2}, {}, 4, "sequence=16 with context=2; a multiple of 512 is accepted"),
         ({"tensor": 0}, {}, 1, "tensor=0; an int from 1 is accepted"),
         ({"context": 2}, {}, 3, "3 ranks in groups of 2; a multiple of 2 is accepted"),
         ({"context": 2}, {}, 2, "sequence=16 with context=2; a multiple of 512 is accepted"),

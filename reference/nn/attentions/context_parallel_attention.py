@@ -20,12 +20,14 @@ from reference.support.nested import Tensors
 
 
 class Plan(NamedTuple):
-    """Which gradients are wanted (q, k, v), how to attend, whether tokens come first in q, k and v, and the group."""
+    """Which gradients are wanted (q, k, v), how to attend, whether tokens come first in q, k and v, the group, and
+    which heads are here."""
 
     needs: tuple[bool, ...]
     equation: Equation
     sequence_first: bool
     group: str
+    heads: ranks.Heads
 
     def tokens_first(self, x: torch.Tensor) -> torch.Tensor:
         """`[s, b, ...]` of a tensor in its layout, and the other way."""
@@ -51,7 +53,7 @@ def forward(
     q, k, v = map(plan.tokens_first, (q, k, v))
     (state,) = context.random
     dropped = before(state)
-    out, m, inv = ranks.attend(plan.group, plan.equation.options(None, state), q, k, v)
+    out, m, inv = ranks.attend(plan.group, plan.heads, plan.equation.options(None, state), q, k, v)
     return plan.tokens_first(out).flatten(2).contiguous(), Saved(q, k, v, out, m, inv, dropped)
 
 
@@ -60,7 +62,7 @@ def backward(plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor
     grad = plan.tokens_first(grad).unflatten(2, saved.out.shape[2:])
     options = plan.equation.options(None, saved.state)
     qkv, results = (saved.q, saved.k, saved.v), (saved.out, saved.m, saved.inv)
-    found = ranks.attend_backward(plan.group, options, *qkv, *results, grad)
+    found = ranks.attend_backward(plan.group, plan.heads, options, *qkv, *results, grad)
     return tuple(plan.tokens_first(x).contiguous() if need else None for x, need in zip(found, plan.needs, strict=True))
 
 
@@ -93,10 +95,6 @@ def check(module: Any, equation: Equation, layout: str, others: dict[str, Any], 
             f"DotProductAttention: query_layer has shape {list(q.shape)} and key_layer {list(k.shape)} with {here}; as "
             f"many queries as keys, a multiple of {2 * BLOCK} on each rank, are accepted."
         )
-    if module.tp_size > 1:
-        raise NotImplementedError(
-            f"DotProductAttention: tp_size={module.tp_size} with {here} is not offered; one of them is accepted."
-        )
     check_same_on_ranks("DotProductAttention", "query_layer", q, module.cp_name)
 
 
@@ -105,8 +103,8 @@ def attend(
 ) -> torch.Tensor:
     """`DotProductAttention.forward` of checked q, k and v; `state`: from which it drops, advanced; else None."""
     causal = MASK_TYPES[equation.mask_type][0] != "none"
-    plan = Plan(
-        wanted(*given), equation._replace(mask_type="causal" if causal else "no_mask"), layout == "sbhd", module.cp_name
-    )
+    equation, count = equation._replace(mask_type="causal" if causal else "no_mask"), module.num_attention_heads
+    heads = (count, count, 0) if module.of_heads is None else module.of_heads
+    plan = Plan(wanted(*given), equation, layout == "sbhd", module.cp_name, heads)
     found: torch.Tensor = differentiable(forward, backward, plan, BlockContext(random=(state,)), *given)
     return found

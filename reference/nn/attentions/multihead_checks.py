@@ -14,10 +14,7 @@ from reference.parallel.ordered_reduce import ranks_of
 
 def check_context(module: Any, here: str) -> None:
     """Refuse what ranks that share tokens are not offered for."""
-    for what, asked, accepted in (
-        (f"qkv_format={module.qkv_format!r}", module.qkv_format != "sbhd", "'sbhd' is"),
-        (f"tp_size={module.tp_size}", module.tp_size > 1, "one of them is"),
-    ):
+    for what, asked, accepted in ((f"qkv_format={module.qkv_format!r}", module.qkv_format != "sbhd", "'sbhd' is"),):
         if asked:
             raise NotImplementedError(f"MultiheadAttention: {what} with {here} is not offered; {accepted} accepted.")
 
@@ -66,7 +63,7 @@ def check_forward(
         window = checks.window_of(layer, names, mask_type, core.window_size if window is None else window)
         plain = not MASK_TYPES[mask_type][1] and core.attention_backend != "cudnn" and core.softmax_type == "vanilla"
     if module.cp_name is not None:
-        first.check_whole_chunks("hidden_states", hidden_states, layer)
+        first.check_whole_chunks("hidden_states", hidden_states, layer, ranks=first.ranks_of_rows)
     alone, batch = module.tp_size == 1 and module.cp_name is None, module._batch
     shape = hidden_states.shape if alone else _of_all_ranks(module, hidden_states)
     dtype, device = checks.activation_dtype(hidden_states), hidden_states.device

@@ -133,7 +133,7 @@ class Plan(NamedTuple):
     """Which gradients are wanted (x, bias, residual), and the probability of dropping an element.
 
     `group`: the name of that whose ranks have rows of their own, over all of which the bias's gradient is summed;
-    `tokens`: the same of ranks that have chunks of tokens.
+    `tokens`: the same of ranks that have chunks of tokens. With both, the rows are those of the chunks.
     """
 
     needs: tuple[bool, ...]
@@ -170,8 +170,11 @@ def drop_backward(plan: Plan, context: BlockContext, saved: Saved, grad: torch.T
             dx = before_dropped(grad, plan.p, saved.state, kept)
     if wants_bias:
         assert dx is not None
-        whole = dx if plan.group is None else gathered_rows(plan.group, dx)
-        db = twin.dbias(whole if plan.tokens is None else plan.tokens.gathered(dx))
+        if plan.tokens is not None:
+            dx_of_all = plan.tokens.gathered(dx)
+        else:
+            dx_of_all = dx if plan.group is None else gathered_rows(plan.group, dx)
+        db = twin.dbias(dx_of_all)
     return dx if wants_x else None, db, grad if wants_residual else None
 
 
@@ -193,7 +196,8 @@ def bias_dropout_add(
     state = generator.take() if generator is not None and p > 0 else None
     flat = None if residual is None else residual.reshape(-1, x.shape[-1]).contiguous()
     tensors = (x.reshape(-1, x.shape[-1]).contiguous(), bias, flat)
-    plan = Plan(wanted(*tensors), p if state is not None else 0.0, group, tokens)
+    of_chunks = tokens if tokens is None else tokens._replace(rows=group)
+    plan = Plan(wanted(*tensors), p if state is not None else 0.0, group, of_chunks)
     context = BlockContext(random=(state,), reads=(kept,))
     return differentiable(drop_forward, drop_backward, plan, context, *tensors).view(x.shape)
 

@@ -138,14 +138,8 @@ class TensorParallel:
 
     def take_tokens(self, group: Any) -> None:
         """Let the ranks of a group have some of the tokens each, two chunks of every sequence; None ends that."""
-        name = None if group is None or dist.get_world_size(group) == 1 else groups.name_of(group)
-        if name is not None and self.tp_size > 1:
-            raise NotImplementedError(
-                f"{type(self).__name__}: a group that shares tokens with tp_size={self.tp_size} is not offered; a "
-                f"layer that is whole on each rank is accepted."
-            )
         layer: Any = self
-        self.cp_name = name
+        self.cp_name = None if group is None or dist.get_world_size(group) == 1 else groups.name_of(group)
         if hasattr(layer, "_take_roles"):
             layer._take_roles()
             self.forget_precision()
@@ -163,22 +157,27 @@ class TensorParallel:
                         f"128 are accepted."
                     )
 
-    def check_rows_of_tokens(self, argument: str, x: torch.Tensor, least: int = 2) -> None:
+    def check_rows_of_tokens(self, argument: str, x: torch.Tensor, least: int = 2, ranks: int = 1) -> None:
         """Refuse a tensor that is no two chunks of tokens, or whose shape differs between ranks.
 
-        `least`: how many dimensions it must have; 1 for numbers of tokens, which have no features.
+        `least`: how many dimensions it must have; 1 for numbers of tokens, which have no features. `ranks`: as in
+        `check_whole_chunks`.
         """
         refuse_compiler(type(self).__name__, "a group that shares tokens")
         check_same_on_ranks(type(self).__name__, argument, x, str(self.cp_name))  # first: no rank waits for another
-        self.check_whole_chunks(argument, x, type(self).__name__, least)
+        self.check_whole_chunks(argument, x, type(self).__name__, least, ranks)
 
-    def check_whole_chunks(self, argument: str, x: torch.Tensor, layer: str, least: int = 2) -> None:
-        """Refuse a tensor that is no two chunks of tokens; `layer` names the caller."""
-        if x.dim() < least or x.shape[0] % (2 * BLOCK):
+    def check_whole_chunks(self, argument: str, x: torch.Tensor, layer: str, least: int = 2, ranks: int = 1) -> None:
+        """Refuse a tensor that is no two chunks of tokens; `layer` names the caller.
+
+        `ranks`: how many have some of the rows of the chunks each; sequence parallel, `tp_size`.
+        """
+        if x.dim() < least or x.shape[0] * ranks % (2 * BLOCK):
             accepted = "[sequence, ..., features]" if least > 1 else "[sequence, ...]"
+            whose = "on each rank" if ranks == 1 else f"on the {ranks} ranks of tp_group together"
             raise ValueError(
                 f"{layer}: {argument} has shape {list(x.shape)} with a group that shares tokens; "
-                f"{accepted} is accepted, the sequence a multiple of {2 * BLOCK} on each rank."
+                f"{accepted} is accepted, the sequence a multiple of {2 * BLOCK} {whose}."
             )
 
     # --- a whole layer becomes one that ranks share (`reference.parallel.styles`) ---------------------
@@ -267,12 +266,20 @@ class TensorParallel:
                 f"tp_size={self.tp_size}; [sequence, ..., features] is accepted, the sequence {accepted}."
             )
 
-    def check_ranks(self, inp: torch.Tensor) -> None:
-        """Refuse inputs whose shapes differ between the ranks that share a map, or its tokens."""
+    def check_ranks(self, inp: torch.Tensor, splits_input: bool = False) -> None:
+        """Refuse inputs whose shapes differ between the ranks that share a map, or its tokens.
+
+        `splits_input`: as in `check_rows`; then a rank's input has all rows.
+        """
         if self.cp_name is not None:
-            self.check_rows_of_tokens("inp", inp)
+            self.check_rows_of_tokens("inp", inp, ranks=1 if splits_input else self.ranks_of_rows)
         if self.tp_name is not None and inp.device.type != "meta":
             check_same_on_ranks(type(self).__name__, "inp", inp, self.tp_name)
+
+    @property
+    def ranks_of_rows(self) -> int:
+        """How many ranks have some of the rows each outside of the maps."""
+        return self.tp_size if self.sequence_parallel and self.tp_name is not None else 1
 
     def lead(self, inp: torch.Tensor, gathers: bool, scatters: bool) -> tuple[int, ...]:
         """The dimensions before a result's features, of an input's."""

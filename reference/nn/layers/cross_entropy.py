@@ -172,6 +172,7 @@ def parallel_cross_entropy(
     *,
     overwrite_input: bool = False,
     _input: torch.Tensor | None = None,
+    cp_group: Any = None,
 ) -> torch.Tensor:
     """Transformer Engine's name for `cross_entropy`.
 
@@ -186,6 +187,8 @@ def parallel_cross_entropy(
         is_cg_capturable: either value; it always is.
         overwrite_input: only False is offered; True would let the gradient take the logits' memory.
         _input: only None is offered; Transformer Engine's older name of `inp`.
+        cp_group: as `cross_entropy`'s; with both groups a rank has some classes of some tokens. Not Transformer
+            Engine's.
 
     Returns:
         fp32: `[...]`, or `[]`.
@@ -199,8 +202,11 @@ def parallel_cross_entropy(
         raise NotImplementedError(f"{name}: _input is inp's older name and not offered; inp is accepted.")
     if dist_process_group is not None:
         check_arguments(name, {"dist_process_group": dist_process_group})
+    if cp_group is not None:
+        check_arguments(name, {"cp_group": cp_group})
     if type(reduce_loss) is not bool or type(is_cg_capturable) is not bool:
         check_arguments(name, {"reduce_loss": reduce_loss, "is_cg_capturable": is_cg_capturable})
     check_loss(name, ignore_idx, "none", label_smoothing)
     kind = "mean_or_zero" if reduce_loss else "none"
-    return _loss(name, inp, target, Loss(int(ignore_idx), kind, float(label_smoothing)), dist_process_group)
+    loss = Loss(int(ignore_idx), kind, float(label_smoothing))
+    return _loss(name, inp, target, loss, dist_process_group, cp_group)

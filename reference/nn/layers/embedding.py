@@ -20,7 +20,7 @@ from reference.nn.core.context import BlockContext
 from reference.nn.core.parameters import DeviceDefault, InitMethod, parameter_dtype
 from reference.nn.core.tensor_parallel import TensorParallel, check_same_on_ranks, refuse_compiler
 from reference.ops.library import twin
-from reference.parallel.ordered_reduce import ranks_of
+from reference.parallel.ordered_reduce import gathered_rows, ranks_of
 from reference.parallel.tokens import Tokens
 from reference.parallel.vocabulary import Shard, gradient_of_table, rows_of_table
 from reference.support.nested import Tensors
@@ -54,12 +54,14 @@ def forward(plan: Plan, context: BlockContext, weight: torch.Tensor, ids: torch.
 
 def backward(plan: Plan, context: BlockContext, saved: Saved, grad: torch.Tensor) -> Tensors:
     """The gradient of the table."""
-    if plan.shard is not None:
-        return gradient_of_table(plan.shard, grad.contiguous(), saved.ids, plan.padding), None
+    grad, ids = grad.contiguous(), saved.ids
+    if plan.shard is not None and plan.shard.sequence:
+        grad = gathered_rows(plan.shard.group, grad)
     if plan.tokens is not None:
-        grad, ids = plan.tokens.gathered(grad.contiguous()), plan.tokens.gathered(saved.ids)
-        return twin.embedding_backward(grad, ids, plan.rows, plan.padding), None
-    return twin.embedding_backward(grad.contiguous(), saved.ids, plan.rows, plan.padding), None
+        grad, ids = plan.tokens.gathered(grad), plan.tokens.gathered(ids)
+    if plan.shard is not None:
+        return gradient_of_table(plan.shard, grad, ids, plan.padding), None
+    return twin.embedding_backward(grad, ids, plan.rows, plan.padding), None
 
 
 class Embedding(TensorParallel, DeviceDefault, torch.nn.Embedding):

@@ -71,7 +71,7 @@ def begin_norm_backward(
     given = (grad, *saved, norm.zero_centered, norm.kind, residual_grad)
     group = how.shared.group if how.shared is not None and how.shared.sequence else None
     count = 0 if group is None else block_rows(ranks_of(group)[1] * len(grad))
-    if group is not None and len(grad) % count == 0:  # whole blocks of the sums over all rows
+    if group is not None and how.tokens is None and len(grad) % count == 0:  # whole blocks of the sums over all rows
         dx, sums = twin.norm_backward_part(*given, count)
         blocks = [gathering(group, one) for one in sums]
 
@@ -82,8 +82,9 @@ def begin_norm_backward(
         parts = (grad, saved.x, saved.mean, saved.rstd)
         rows: list[Callable[[], torch.Tensor]] = []  # torch.compile follows no call of `list[...]`
         if how.tokens is not None:
-            rows = [functools.partial(how.tokens.gathered, one) for one in parts]
-        if group is not None:
+            tokens = how.tokens._replace(rows=group)
+            rows = [functools.partial(tokens.gathered, one) for one in parts]
+        elif group is not None:
             rows = [gathering(group, one).rows for one in parts]
 
         def find() -> Sequence[torch.Tensor]:

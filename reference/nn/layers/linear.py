@@ -272,7 +272,7 @@ class Linear(LinearBase):
             `set_tensor_parallel_group` gives the group later. sequence_parallel: x `[s, ..., in]` (column) or y (row)
             are this rank's part of the sequence, an equal one on each rank. Weights are drawn whole and cut: from one
             seed on all ranks they are those of one process. Gradients of a bias are whole on every rank, so that
-            nobody need add them. CPUs only.
+            nobody need add them.
         delay_wgrad_compute: backward leaves dw out, and `backward_dw()` computes it
         (`reference.nn.core.delayed_wgrad`). save_original_input: what Transformer Engine's backward reads, x or its
             codes; here always the codes in FP8. The numbers are the same, so it has no effect.
@@ -350,7 +350,7 @@ class Linear(LinearBase):
             self.check_rows(inp, row)
         dtype = activation_dtype(inp)
         context = self.context(dtype, is_first_microbatch)
-        self.check_ranks(inp)
+        self.check_ranks(inp, row)
         bias = self.joined_bias()
         tensors = (rows_of(inp), self.joined_weight(), None if self.return_bias else bias)
         plan = Plan(dtype, wanted(*tensors), context.key)

@@ -323,7 +323,7 @@ class TransformerLayer(TensorParallelParts, ContextGroup, OfTransformerLayer, De
         check_forward(self, *checked)
         hidden_states = as_dtype(hidden_states, checks.activation_dtype(hidden_states))
         dropout = (self.hidden_dropout if self.training else 0.0, self.generator)
-        if dropout[0] > 0 and self.sequence_parallel and self.tp_name is not None:
+        if dropout[0] > 0 and self.sequence_parallel and self.tp_name is not None and self.cp_name is None:
             self.generator.at(ranks_of(self.tp_name)[0] * hidden_states.numel())
         if dropout[0] > 0:
             self.generator.draw(hidden_states.device)

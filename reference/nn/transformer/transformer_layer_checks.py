@@ -44,7 +44,6 @@ def check_context(layer: Any, here: str) -> None:
     rate = layer.settings_of_tokens["drop_path_rate"]
     for what, asked, accepted in (
         (f"attn_input_format={layer.attn_input_format!r}", layer.attn_input_format != "sbhd", "'sbhd' is"),
-        (f"tp_size={layer.tp_size}", layer.tp_size > 1, "one of them is"),
         (f"drop_path_rate={rate!r}", rate > 0, "0.0 is"),
     ):
         if asked:
