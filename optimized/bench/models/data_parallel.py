@@ -127,8 +127,9 @@ def stepper(way: Way, case: Case, stack: Stack, device: torch.device) -> Callabl
 
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         units = [[*model[first : first + stack.together]] for first in range(0, len(model), stack.together)]
-        for unit in (*units, model):
-            fully_shard(unit, mesh=mesh)
+        for unit in units:  # backward begins with the last one, so its weights stay, as in torchtitan
+            fully_shard(unit, mesh=mesh, reshard_after_forward=unit is not units[-1])
+        fully_shard(model, mesh=mesh)
         if way.who == OURS:
             copy_engine_all_gather(model)
         if order is not None:
