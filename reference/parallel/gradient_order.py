@@ -35,6 +35,7 @@ from reference.parallel.bucket_places import BucketPlaces
 from reference.parallel.gradient_tree import Nodes, additions, nodes, owned, push
 from reference.parallel.peer_memory import Beat, PeerMemory
 from reference.state import scaling
+from reference.support import streams
 from reference.support.dtensor import is_dtensor, placed, shard
 from reference.support.groups import all_gather, bytes_of
 
@@ -294,7 +295,7 @@ class GradientOrder:
                 if p in sums:
                     flat_gradients.part_of(node, part, flat).copy_(sums[p])
                     if sums[p].is_cuda:  # made on another stream, perhaps
-                        sums[p].record_stream(torch.cuda.current_stream(flat.device))
+                        sums[p].record_stream(streams.current(flat.device))
             found.append((which, node))
         push(found, self._next(), flat, self.groups, torch.Tensor.add_)
         if self.ranks == 1:
@@ -329,7 +330,7 @@ class GradientOrder:
         ranks, size = self.ranks, out.numel()
         dtype = out.dtype if self.groups == ranks else torch.float32
         if len(mine) == 1 and mine[0].numel() == ranks * size and mine[0].dtype == dtype:
-            given = mine[0].view(ranks, 1, size)
+            given = mine[0]
         else:
             given = out.new_zeros(ranks, len(mine), size, dtype=dtype)
             for i, node in enumerate(mine):
@@ -337,10 +338,8 @@ class GradientOrder:
         counts = self._counts
         if (memory := self._peer_memory(out.device)) is not None:
             sizes = [count * size * given.element_size() for count in counts]
-            found = [
-                part.view(dtype)
-                for part in memory.exchange(bytes_of(given).view(ranks, sizes[self.rank]).unbind(), sizes)
-            ]
+            parts = memory.exchange(bytes_of(given).split(sizes[self.rank]), sizes)
+            found = [part.view(dtype) for part in parts]
             pieces = found if max(counts) == 1 else [row for part in found for row in part.split(size)]
         else:
             whole = out.new_empty(sum(counts), size, dtype=dtype)
@@ -408,8 +407,8 @@ class GradientOrder:
         if self._stream is None:
             # Its kernels begin as soon as a multiprocessor is free.
             self._stream = torch.cuda.Stream(flat.device, priority=-1)
-        self._stream.wait_stream(torch.cuda.current_stream(flat.device))
-        with torch.cuda.stream(self._stream):
+        self._stream.wait_stream(streams.current(flat.device))
+        with streams.On(self._stream):
             self._mean(flat, leaf)
             if bucket.is_last():
                 self.beat(flat.device)

@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 from reference.parallel import peer_memory
-from reference.support import groups
+from reference.support import groups, streams
 
 ROOMS = 4
 """Of a distance and a size, where messages have numbers."""
@@ -72,7 +72,7 @@ class UnderWay(NamedTuple):
     def wait(self) -> None:
         """Let torch's current stream wait until it is there, or until what was sent may be written again."""
         for event in self.events:
-            torch.cuda.current_stream().wait_event(event)
+            streams.current().wait_event(event)
 
 
 class Messages:
@@ -125,7 +125,7 @@ class Messages:
         if self._streams is None:
             self._streams = [torch.cuda.Stream(self._device, priority=-1) for _ in range(3)]
         stream = self._streams[which]
-        stream.wait_stream(torch.cuda.current_stream(self._device))
+        stream.wait_stream(streams.current(self._device))
         return stream
 
     def _box(self, distance: int, kind: str, rooms: int, size: int) -> _Box:
@@ -142,7 +142,7 @@ class Messages:
         """
         box, stream = self._box(to - self.rank, kind, rooms, size), self._beside(number % 2)
         number %= rooms
-        with torch.cuda.stream(stream):
+        with streams.On(stream):
             peer_memory.swap(box.own.data_ptr() + BOTH * number + BUSY, 0, 1)
             peer_memory.copy(box.room(box.there, number, x.numel()), x)
             peer_memory.write(box.there.data_ptr() + BOTH * number + FULL, 1)
@@ -152,7 +152,7 @@ class Messages:
         """Receive contiguous uint8 [n] from a rank, in the order of calls; the other arguments are `send`'s."""
         box, number = self._box(self.rank - source, "", rooms, size), number % rooms
         stream = self._beside(2)
-        with torch.cuda.stream(stream):
+        with streams.On(stream):
             peer_memory.swap(box.own.data_ptr() + BOTH * number + FULL, 1, 0)
             peer_memory.copy(x, box.room(box.own, number, x.numel()))
             peer_memory.write(box.back.data_ptr() + BOTH * number + BUSY, 0)

@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from reference.support import groups
+from reference.support import groups, streams
 
 ALIGNED = 256  # bytes: where the part of each rank begins
 WORDS = 4096  # bytes before the halves, in which each rank has a word
@@ -43,7 +43,7 @@ def _driver() -> ctypes.CDLL:
 
 def _word(function: str, address: int, value: int) -> None:
     """`value`, modulo 2^32, written or waited for by torch's current stream."""
-    stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+    stream = ctypes.c_void_p(streams.current().cuda_stream)
     # Flags 0: a wait ends where the word minus the value, as a signed number, is 0 or more.
     status = getattr(_driver(), function)(stream, ctypes.c_uint64(address), ctypes.c_uint32(value), ctypes.c_uint(0))
     if status:
@@ -79,7 +79,7 @@ def _swapped(address: int, old: int, new: int) -> Any:
 
 def swap(address: int, old: int, new: int) -> None:
     """On torch's current stream: wait until a word is `old`, then write `new`."""
-    stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+    stream = ctypes.c_void_p(streams.current().cuda_stream)
     status = _driver().cuStreamBatchMemOp_v2(stream, ctypes.c_uint(2), _swapped(address, old, new), ctypes.c_uint(0))
     if status:
         raise RuntimeError(f"cuStreamBatchMemOp gave error {status}.")
@@ -194,7 +194,7 @@ class PeerMemory:
             starts.append(starts[-1] + -(-size // ALIGNED) * ALIGNED)
         if starts[-1] > self._half or not self._theirs:
             self._grow(starts[-1])
-        current = torch.cuda.current_stream(self._device)
+        current = streams.current(self._device)
         if self._stream is not None and self._stream != current:  # exchanges come one after the other
             current.wait_stream(self._stream)
         self._stream = current

@@ -34,7 +34,9 @@ def are_open(some: Iterable[Any]) -> bool:
 
 def bytes_of(x: torch.Tensor) -> torch.Tensor:
     """The memory of a contiguous tensor, uint8 `[n]`: a backend can send it that does not know the dtype."""
-    return x.view(-1).view(torch.uint8) if x.numel() else x.new_empty(0, dtype=torch.uint8)
+    if not x.numel():
+        return x.new_empty(0, dtype=torch.uint8)
+    return (x if x.dim() == 1 else x.view(-1)).view(torch.uint8)
 
 
 # Its name in later torches than 2.11, which warn of the other.

@@ -1,6 +1,5 @@
 """Streams of several ranks on a CPU, for what ranks do in each other's memory (`reference.parallel.peer_memory`)."""
 
-import contextlib
 import random
 from collections import deque
 from collections.abc import Callable
@@ -42,11 +41,12 @@ class Streams:
         monkeypatch.setattr(dist, "barrier", lambda group: None)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-        stream = SimpleNamespace(wait_stream=lambda other: None, record_event=lambda: None)
+        stream = SimpleNamespace(wait_stream=lambda other: None, record_event=lambda: None, device_index=0)
         stream.wait_event = lambda event: None
         monkeypatch.setattr(torch.cuda, "current_stream", lambda *device: stream)
         monkeypatch.setattr(torch.cuda, "Stream", lambda *device, priority: stream)
-        monkeypatch.setattr(torch.cuda, "stream", lambda one: contextlib.nullcontext())
+        monkeypatch.setattr(torch.cuda, "set_stream", lambda one: None)
+        monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
 
     def enqueue(self, act: Callable[[], None], ready: Callable[[], bool] = lambda: True) -> None:
         self.queues[self.rank].append((ready, act))
