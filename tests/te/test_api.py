@@ -122,6 +122,7 @@ EXTRA = {
     "DotProductAttention.__init__": ["*", "device=None", "attention_backend='exact'", "key_segment=None"],
     "MultiheadAttention.__init__": ["*", "attention_backend='exact'", "key_segment=None"],
     "InferenceParams.__init__": ["*", "device=None", "fp8_kv=False"],
+    "parallel_cross_entropy": ["cp_group=None"],
     # introductions write use_fp8
     "TransformerLayer.__init__": ["*", "attention_backend='exact'", "key_segment=None", "use_fp8=None"],
 }
