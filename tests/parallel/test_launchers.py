@@ -33,7 +33,7 @@ def test_accelerate_has_one_hash_on_one_process_and_on_two(tmp_path: Path) -> No
 
 
 TRAINER = """
-import importlib, json, sys, torch, transformers
+import importlib, json, os, pathlib, sys, torch, transformers
 device, folder = sys.argv[1:]
 te = importlib.import_module("optimized" if device == "cuda" else "reference")
 transformers.set_seed(0)
@@ -52,7 +52,8 @@ trainer.train()
 losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 fp8 = [one.fp8 for one in model.modules() if isinstance(one, te.Linear)]
 kinds = sorted({type(p).__name__ for p in model.parameters()})
-print("found", json.dumps([losses, all(fp8), len(fp8), type(trainer.model_wrapped).__name__, kinds]))
+found = [losses, all(fp8), len(fp8), type(trainer.model_wrapped).__name__, kinds]
+pathlib.Path(folder, os.environ["RANK"]).write_text(json.dumps(found))
 """
 
 
@@ -72,10 +73,12 @@ def test_the_trainer_with_fsdp_trains_in_fp8(device: str, wrapped: str, kinds: l
     two = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "--standalone"]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "OMP_NUM_THREADS": "1"}
     env |= {"ACCELERATE_USE_CPU": "true"} if device == "cpu" else {}
-    command = [sys.executable, *two, str(program), device, str(tmp_path / "out")]
+    out = tmp_path / "out"  # a file a rank: what both print may be in one line
+    out.mkdir()
+    command = [sys.executable, *two, str(program), device, str(out)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    first, second = (json.loads(line[6:]) for line in done.stdout.splitlines() if line.startswith("found "))
+    first, second = (json.loads((out / str(rank)).read_text()) for rank in range(2))
     assert first == second
     losses, *rest = first
     assert losses[-1] < losses[0]
