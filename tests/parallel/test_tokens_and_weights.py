@@ -1,5 +1,6 @@
 """Layers whose weights ranks share, and whose tokens other ranks share, have the words of one process."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ from shared.bits import assert_same_bits
 from shared.tensor_ranks import BF16, RECIPES, in_one, numbers, on_ranks, part
 
 import reference as te
+from reference.parallel import context as context_room
+from reference.parallel import tokens as tokens_room
 from reference.parallel.styles import ColwiseParallel
 
 TENSOR, HIDDEN = 2, 256
@@ -140,6 +143,28 @@ def expected(name: str, x: torch.Tensor, rank: int, ranks: int, sequence: bool, 
     whole = "layer_norm" in name or "proj.bias" in name or "fc2_bias" in name or name.startswith("scale")
     dim = None if whole else 1 if "fc2_weight" in name or "proj.weight" in name else 0
     return part(x, dim, of, TENSOR, 2 if gated and "fc1" in name else 1)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("sharing", [1, 2, 3])
+def test_the_rows_of_all_ranks_are_those_of_the_sequence(
+    ranks: int, sharing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`ranks` have some rows each of the same two chunks, `sharing` have chunks: each row is on one rank, in order."""
+    place = {"rows": (0, ranks), "chunks": (0, sharing)}
+    for module in (tokens_room, context_room):
+        monkeypatch.setattr(module, "ranks_of", place.__getitem__)
+    each, whole = 12, list(range(12 * ranks * sharing))
+    found: list[int] = []
+    for which, of in itertools.product(range(sharing), range(ranks)):
+        place["rows"], place["chunks"] = (of, ranks), (which, sharing)
+        pieces = tokens_room.Tokens("chunks", "rows" if ranks > 1 else None).pieces(each)
+        assert sum(count for count, _ in pieces) == each
+        chunks = [whole[i * len(whole) // (2 * sharing) :][: len(whole) // (2 * sharing)] for i in range(2 * sharing)]
+        here = (chunks[which] + chunks[-1 - which])[of * each : (of + 1) * each]
+        assert [first + i for count, first in pieces for i in range(count)] == here
+        found += here
+    assert sorted(found) == whole
 
 
 def of_program(group: Any, count: int, rank: int, run: Any, *case: Any) -> dict[str, torch.Tensor]:
