@@ -106,6 +106,22 @@ def test_ranks_share_weights_tokens_and_microbatches(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_eight_ranks_have_one_hash_in_any_layout(tmp_path: Path) -> None:
+    """Those that a host with eight GPUs has: eight ranks share the weights, or some of them microbatches, too."""
+    wide = replace(TINY, hidden=1024, heads=8, rows=1)
+    sizes = {"weights": (wide, ("delayed", "block")), "tokens": (replace(LONG, accumulate=4), PRECISIONS)}
+    layouts: dict[str, list[dict[str, Any]]] = {
+        "weights": [{}, {"shard": True}, {"tensor": 8}, {"tensor": 4}, {"tensor": 2}],
+        "tokens": [{"context": 2}, {"context": 2, "shard": True}],
+    }
+    for family, (size, precisions) in sizes.items():
+        expected = hashes(size, 2, precisions)
+        jobs = [Job(str(layout), size, 2, layout, precisions) for layout in layouts[family]]
+        for layout, found in on_ranks(8, jobs, tmp_path / family).items():
+            assert found == expected, layout
+
+
+@pytest.mark.slow
 def test_layers_that_are_recomputed_may_be_divided(tmp_path: Path) -> None:
     jobs = [
         Job("data", replace(TINY, recompute=True), 2, {"shard": True}),
