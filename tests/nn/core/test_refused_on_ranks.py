@@ -33,11 +33,10 @@ def attend(
     keys: tuple[int, ...] | None = None,
     dtype: torch.dtype = torch.bfloat16,
     softmax: str = "vanilla",
-    tp_size: int = 1,
     others: dict[str, bool] | None = None,
     **equation: Any,
 ) -> None:
-    module = types.SimpleNamespace(cp_name="cp", softmax_type=softmax, tp_size=tp_size)
+    module = types.SimpleNamespace(cp_name="cp", softmax_type=softmax)
     asked = Equation(
         **{"scale": 0.25, "mask_type": "causal", "window": (-1, -1), "p": 0.0, "backend": "exact", **equation}
     )
@@ -74,7 +73,6 @@ def test_attention_that_ranks_share_takes(given: dict[str, Any], alone: list[str
         ({"softmax": "off-by-one"}, "softmax_type='off-by-one'"),
         ({"backend": "cudnn"}, "attention_backend='cudnn'"),
         ({"others": {"a bias": True}}, "a bias"),
-        ({"tp_size": 2}, "tp_size=2"),
         ({"shape": (BLOCK, 2, 4, 16)}, rf"query_layer has shape \[{BLOCK}, 2, 4, 16\]"),
         ({"shape": (TWO + 1, 2, 4, 16)}, rf"query_layer has shape \[{TWO + 1}"),
         ({"layout": "bshd", "shape": (TWO, 2, 4, 16)}, rf"query_layer has shape \[{TWO}, 2"),
