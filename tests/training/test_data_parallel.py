@@ -107,18 +107,17 @@ def test_ranks_share_weights_tokens_and_microbatches(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_eight_ranks_have_one_hash_in_any_layout(tmp_path: Path) -> None:
-    """Those that a host with eight GPUs has: eight ranks share the weights, or some of them microbatches, too."""
-    wide = replace(TINY, hidden=1024, heads=8, rows=1)
-    sizes = {"weights": (wide, ("delayed", "block")), "tokens": (replace(LONG, accumulate=4), PRECISIONS)}
-    layouts: dict[str, list[dict[str, Any]]] = {
-        "weights": [{}, {"shard": True}, {"tensor": 8}, {"tensor": 4}, {"tensor": 2}],
-        "tokens": [{"context": 2}, {"context": 2, "shard": True}],
-    }
-    for family, (size, precisions) in sizes.items():
-        expected = hashes(size, 2, precisions)
-        jobs = [Job(str(layout), size, 2, layout, precisions) for layout in layouts[family]]
-        for layout, found in on_ranks(8, jobs, tmp_path / family).items():
-            assert found == expected, layout
+    """Those that a host with eight GPUs has, beside the data parallel ones of the hundred steps."""
+    wide = replace(WIDE, hidden=512, heads=8)
+    jobs = [
+        Job("TP 8", replace(wide, hidden=1024), 2, {"tensor": 8}, ("delayed",)),
+        Job("TP 4, DP 2", replace(wide, accumulate=4), 2, {"tensor": 4}, ("delayed",)),
+        Job("TP 2, DP 4", replace(wide, accumulate=4), 2, {"tensor": 2}, ("block",)),
+        Job("CP 2, DP 4", replace(LONG, accumulate=4), 2, {"context": 2}, ("current",)),
+        Job("CP 2, FSDP2", replace(LONG, accumulate=4), 2, {"context": 2, "shard": True}, ("delayed",)),
+    ]
+    expected = {one.name: hashes(one.size, 2, one.precisions) for one in jobs}
+    assert on_ranks(8, jobs, tmp_path / "run") == expected
 
 
 @pytest.mark.slow
