@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from shared.bits import assert_same_bits
-from shared.tensor_ranks import BF16, RECIPES, in_one, numbers, on_ranks, part
+from shared.tensor_ranks import BF16, RECIPES, in_one, numbers, on_ranks, part, trained
 
 import reference as te
 from reference.parallel import context as context_room
@@ -45,38 +45,17 @@ def layer_of(kind: str, weights: Any, sequence: bool) -> Any:
     return te.TransformerLayer(HIDDEN, HIDDEN, 4, hidden_dropout=0.1, attention_dropout=0.1, **more)
 
 
-def steps(layer: Any, recipe: str, given: Any) -> dict[str, torch.Tensor]:
-    """Two steps with SGD: results, gradients, then weights and scales; `given`: seed → this rank's part of a tensor."""
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.25)
-    found: dict[str, torch.Tensor] = {}
-    for step in range(2):
-        x = given(step, 2.0**-3).requires_grad_()
-        with te.autocast(enabled=RECIPES[recipe] is not None, recipe=RECIPES[recipe]):
-            y = layer(x)
-        y.backward(given(10 + step, 2.0**-7))
-        found |= {f"tokens y{step}": y.detach(), f"tokens dx{step}": x.grad}  # type: ignore[dict-item]
-        found |= {f"{name} {step}": p.grad.clone() for name, p in layer.named_parameters()}
-        optimizer.step()
-        optimizer.zero_grad()
-    found |= {name: p.detach() for name, p in layer.named_parameters()}
-    for name, module in layer.named_modules():
-        for key in ("scaling_fwd", "scaling_bwd") if recipe == "delayed" else ():
-            if (meta := getattr(module, "fp8_meta", {}).get(key)) is not None:
-                found |= {f"scale {name} {key}": meta.scale, f"scale {name} {key} history": meta.amax_history}
-    return found
-
-
 def program(group: Any, count: int, rank: int, ranks: int, kind: str, recipe: str, sequence: bool) -> Any:
     weights, tokens = groups_of(group, count)
     torch.manual_seed(5)
     layer = layer_of(kind, weights, sequence)
     te.parallel.share_tokens(layer, tokens)
 
-    def given(seed: int, scale: float) -> torch.Tensor:
+    def mine(seed: int, scale: float) -> torch.Tensor:
         x = te.parallel.tokens_of_rank(numbers(seed, 256 * ranks // TENSOR, 1, HIDDEN, scale=scale), tokens)
         return part(x, 0 if sequence else None, rank % TENSOR, TENSOR) if group is not None else x
 
-    return steps(layer, recipe, given)
+    return trained(layer, recipe, 2, lambda step: (mine(step, 2.0**-3), mine(10 + step, 2.0**-7)))
 
 
 def vocabulary(group: Any, count: int, rank: int, ranks: int) -> dict[str, torch.Tensor]:
@@ -100,7 +79,7 @@ def vocabulary(group: Any, count: int, rank: int, ranks: int) -> dict[str, torch
         logits, mine, reduce_loss=True, dist_process_group=weights, ignore_idx=7, cp_group=tokens
     )
     loss.backward()
-    return found | {"scale loss": loss.detach(), "classes dlogits": logits.grad}  # type: ignore[dict-item, return-value]
+    return found | {"loss": loss.detach(), "classes dlogits": logits.grad}  # type: ignore[dict-item, return-value]
 
 
 def styled(group: Any, count: int, rank: int, ranks: int) -> dict[str, torch.Tensor]:
@@ -136,11 +115,11 @@ def own_chunks(x: torch.Tensor, which: int, ranks: int) -> torch.Tensor:
 def expected(name: str, x: torch.Tensor, rank: int, ranks: int, sequence: bool, gated: bool) -> torch.Tensor:
     """A rank's part of one process's tensor."""
     which, of = divmod(rank, TENSOR)
-    if name.startswith("tokens"):
+    if name.startswith("tokens") or name.endswith((".y", ".dx")):
         return part(own_chunks(x, which, ranks), 0 if sequence or "sequence" in name else None, of, TENSOR)
     if name.startswith("classes"):
         return part(own_chunks(x, which, ranks), 2, of, TENSOR)
-    whole = "layer_norm" in name or "proj.bias" in name or "fc2_bias" in name or name.startswith("scale")
+    whole = "layer_norm" in name or "proj.bias" in name or "fc2_bias" in name or "scaling" in name or name == "loss"
     dim = None if whole else 1 if "fc2_weight" in name or "proj.weight" in name else 0
     return part(x, dim, of, TENSOR, 2 if gated and "fc1" in name else 1)
 

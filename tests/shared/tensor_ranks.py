@@ -112,6 +112,31 @@ def part(x: torch.Tensor, dim: int | None, rank: int, count: int, pieces: int = 
     return torch.cat([one.chunk(count, dim)[rank] for one in x.chunk(pieces, dim)], dim)
 
 
+def trained(
+    layer: Any, recipe: str, steps: int, given: Callable[[int], tuple[torch.Tensor, torch.Tensor]]
+) -> dict[str, torch.Tensor]:
+    """Steps with SGD: y, dx, gradients of each, then parameters and scales; `given`: step → this rank's x and dL/dy."""
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.25)
+    found: dict[str, torch.Tensor] = {}
+    for step in range(steps):
+        x, g = given(step)
+        x.requires_grad_()
+        with te.autocast(enabled=RECIPES[recipe] is not None, recipe=RECIPES[recipe]):
+            y = layer(x)
+        y.backward(g)
+        found |= {f"{step}.y": y.detach(), f"{step}.dx": x.grad}  # type: ignore[dict-item]
+        found |= {f"{step}.{name}.grad": p.grad.clone() for name, p in layer.named_parameters()}
+        optimizer.step()
+        optimizer.zero_grad()
+    found |= {name: p.detach() for name, p in layer.named_parameters()}
+    for name, module in layer.named_modules():
+        for key in ("scaling_fwd", "scaling_bwd") if recipe == "delayed" and hasattr(module, "fp8_meta") else ():
+            if key in module.fp8_meta:
+                meta = module.fp8_meta[key]
+                found |= {f"{name}.{key}.scale": meta.scale, f"{name}.{key}.history": meta.amax_history}
+    return found
+
+
 def compare(
     what: str, one: dict[str, torch.Tensor], found: list[dict[str, torch.Tensor]], dims: Callable[[str], Any]
 ) -> None:

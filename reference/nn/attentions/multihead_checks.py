@@ -14,9 +14,10 @@ from reference.parallel.ordered_reduce import ranks_of
 
 def check_context(module: Any, here: str) -> None:
     """Refuse what ranks that share tokens are not offered for."""
-    for what, asked, accepted in ((f"qkv_format={module.qkv_format!r}", module.qkv_format != "sbhd", "'sbhd' is"),):
-        if asked:
-            raise NotImplementedError(f"MultiheadAttention: {what} with {here} is not offered; {accepted} accepted.")
+    if module.qkv_format != "sbhd":
+        raise NotImplementedError(
+            f"MultiheadAttention: qkv_format={module.qkv_format!r} with {here} is not offered; 'sbhd' is accepted."
+        )
 
 
 def check_shared_heads(module: Any) -> None:
@@ -102,7 +103,7 @@ def check_forward(
 
 def _of_all_ranks(module: Any, x: torch.Tensor) -> torch.Size:
     """The shape of a tensor `[sequence, ...]` of whose tokens each rank may have a part."""
-    ranks = module.tp_size if module.sequence_parallel else 1
+    ranks = module.ranks_of_rows
     if module.cp_name is not None:
         ranks *= ranks_of(module.cp_name)[1]
     return x.shape if ranks == 1 else torch.Size((x.shape[0] * ranks, *x.shape[1:]))

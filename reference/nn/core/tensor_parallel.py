@@ -279,7 +279,7 @@ class TensorParallel:
     @property
     def ranks_of_rows(self) -> int:
         """How many ranks have some of the rows each outside of the maps."""
-        return self.tp_size if self.sequence_parallel and self.tp_name is not None else 1
+        return self.tp_size if self.sequence_parallel else 1
 
     def lead(self, inp: torch.Tensor, gathers: bool, scatters: bool) -> tuple[int, ...]:
         """The dimensions before a result's features, of an input's."""

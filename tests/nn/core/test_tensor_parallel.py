@@ -23,6 +23,7 @@ from shared.tensor_ranks import (
     numbers,
     on_ranks,
     part,
+    trained,
     twice,
 )
 
@@ -85,26 +86,13 @@ def normed(group: Any, count: int, rank: int, recipe: str, kind: str, sequence: 
 def steps(
     layer: Any, recipe: str, rank: int, count: int, x_dim: int | None, y_dim: int | None, sizes: tuple[int, int]
 ) -> dict[str, torch.Tensor]:
-    """Three steps with SGD: y, dx, gradients, then parameters and scales."""
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.25)
-    found: dict[str, torch.Tensor] = {}
-    for step in range(3):
-        x = part(numbers(step, SEQUENCE, BATCH, sizes[0], scale=2.0**-3), x_dim, rank, count).requires_grad_()
-        g = part(numbers(100 + step, SEQUENCE, BATCH, sizes[1], scale=2.0**-7), y_dim, rank, count)
-        with te.autocast(enabled=RECIPES[recipe] is not None, recipe=RECIPES[recipe]):
-            y = layer(x)
-        y.backward(g)
-        found |= {f"{step}.y": y.detach(), f"{step}.dx": x.grad}  # type: ignore[dict-item]
-        found |= {f"{step}.{name}.grad": p.grad.clone() for name, p in layer.named_parameters()}
-        optimizer.step()
-        optimizer.zero_grad()
-    found |= {name: p.detach() for name, p in layer.named_parameters()}
-    for name, module in layer.named_modules():
-        for key in ("scaling_fwd", "scaling_bwd") if recipe == "delayed" and hasattr(module, "fp8_meta") else ():
-            if key in module.fp8_meta:
-                meta = module.fp8_meta[key]
-                found |= {f"{name}.{key}.scale": meta.scale, f"{name}.{key}.history": meta.amax_history}
-    return found
+    """`trained` in three steps, on a rank's parts of the same numbers."""
+
+    def given(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        x = part(numbers(step, SEQUENCE, BATCH, sizes[0], scale=2.0**-3), x_dim, rank, count)
+        return x, part(numbers(100 + step, SEQUENCE, BATCH, sizes[1], scale=2.0**-7), y_dim, rank, count)
+
+    return trained(layer, recipe, 3, given)
 
 
 def dims_of_normed(case: tuple[Any, ...], name: str) -> Any:
