@@ -134,9 +134,9 @@ class Settings:
 
     @property
     def least_bytes(self) -> int:
-        """Bytes that a step needs at least: weights, moments, and each layer's input, in 16 bits."""
+        """Bytes that a step needs at least: weights and two moments in fp32, and each layer's input in 16 bits."""
         weights = self.numbers + self.sequence * self.hidden
-        return 10 * weights + 2 * self.layers * self.rows * self.sequence * self.hidden
+        return 12 * weights + 2 * self.layers * self.rows * self.sequence * self.hidden
 
     def differences(self, other: "Settings") -> list[str]:
         """The names of what differs."""

@@ -129,8 +129,7 @@ class GradientOrder:
             return
         parallel = model if isinstance(model, DistributedDataParallel) else None
         self._places.begin(parallel)
-        alone = len(share) == count == 1  # its scales are updated where they always are, to the same words
-        with contextlib.nullcontext() if alone else scaling.once_a_step(), self._step():
+        with scaling.once_a_step(), self._step():
             for number in share:
                 self.left = share.stop - number
                 last = self.left == 1

@@ -304,12 +304,14 @@ def test_row_wise_scaling_beside_torchao(monkeypatch: pytest.MonkeyPatch, instal
     assert converted == 2 * names * installed
     theirs = [f"theirs, {name}" for name in names * installed]
     assert set(timed.samples) == set(payload["ms"]) == {"bf16, compiled", *(f"ours, {one}" for one in names), *theirs}
-    cells = []
+    first = next(i for i, line in enumerate(ran.lines) if line.startswith("timed in turn"))
+    cells, warm = [], set(launches(ran.lines[:first]))
     for name, times in timed.samples.items():
         is_summary(payload["ms"][name], times)
         assert launches(timed.noted[name]) == [] or name.startswith("ours")
     for name in names:
         found = launches(timed.noted[f"ours, {name}"])
+        assert set(found) <= warm, "a kernel that is loaded while its time is taken"
         assert any(one.startswith("gemm_fp8_rowwise.") for one in found), found
         assert any(one.startswith("gemm.") for one in found) == (name != "rowwise"), "the weight's gradient"
         ours, bf16 = (f"{payload['ms'][one]['median']:.2f}" for one in (f"ours, {name}", "bf16, compiled"))

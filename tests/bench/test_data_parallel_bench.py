@@ -1,4 +1,4 @@
-"""The benchmark of several GPUs, small, on two gloo ranks."""
+"""The benchmark of several GPUs, small, on two gloo ranks, and its tables."""
 
 import json
 from dataclasses import replace
@@ -26,3 +26,20 @@ def test_each_way_of_ours_makes_steps(tmp_path: Path, monkeypatch: pytest.Monkey
         shares = {row["way"]: share for row, share, _ in data_parallel.speedups(of_model)}
         assert [*shares] == [way.name for way in ways]
         assert shares[ways[0].name] == 1
+
+
+def test_a_table_says_how_many_layers_are_sharded_together() -> None:
+    """Only where it is more than one; a result of before has no such number."""
+    first, last = data_parallel.WAYS[:2]
+    origin = {"cuda": "13.0", "torch": "2", "cupy": "14", "date": "2026-11-21T", "kernels": {}}
+    rows = [
+        {"model": model, "layers": 24, **stack, "tokens": 4096, "way": way.name, "ms": {"median": ms}, "GiB": 1.25}
+        for model, stack in {"small": {"together": 4}, "large": {"together": 1}, "older": {}}.items()
+        for way, ms in ((first, 8.0), (last, 10.0))
+    ]
+    found = data_parallel.tables({"ranks": 2, "rows": rows, "provenance": origin})
+    assert ["4 layers together" in one.how for one in found] == [True, False, False]
+    assert ["together" in one.how for one in found] == [True, False, False]
+    for one, model in zip(found, ("small", "large", "older"), strict=True):
+        assert f"24 layers of {model}'s shape, 4,096 tokens on each of 2 GPUs" in one.how
+        assert one.rows == ((first.name, "8.0", "1.00", "", "1.2"), (last.name, "10.0", "0.80", "", "1.2"))

@@ -15,7 +15,7 @@ from optimized.bench.models import generator_contestants as contestants
 
 def run(**options: Any) -> dict[str, Any]:
     nothing: dict[str, Any] = {"synchronize": lambda: None, "reset_peak_memory_stats": lambda: None}
-    nothing |= {"memory_allocated": lambda: 1 << 20, "max_memory_allocated": lambda: 3 << 20}
+    nothing |= {"memory_allocated": lambda: 3 << 20, "max_memory_allocated": lambda: 5 << 20}
     with mock.patch.multiple(generator, **SMALL), mock.patch.multiple(torch.cuda, **nothing):
         found = generator.run(
             **{"repeats": 1, "case": CASE, "vocabulary": 64, "device": "cpu", **options},
@@ -44,6 +44,20 @@ def test_the_whole_benchmark_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> Non
     assert all(row["peak_bytes"] == 2 << 20 for row in memory.values())
     titles = [one.title for one in generator.tables(payload)]
     assert titles == ["Decoding with te.Generator", "The price of a written order", "A cache in pages"]
+
+
+def test_contestants_take_turns_where_their_caches_fit_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of one sequence just fit, those of two do not."""
+    groups, ticks = list[list[str]](), list[int]()
+    for name in ("Model", "Engine", "Weights", "Loop"):
+        monkeypatch.setattr(generator, name, mock.Mock())
+    monkeypatch.setattr(generator, "_rows", lambda run, blocks, *rest: groups.append(list(blocks)) or [])
+    one = 2 * 112 * 2 * 16 * 2  # keys and values of 112 tokens, 2 heads of 16 channels, bf16
+    names = [generator.OURS, generator.OURS_16, generator.LOOP, generator.LOOP_16]
+    with mock.patch.multiple(generator, **SMALL, TOGETHER=len(names) * one):
+        generator.decoding(generator._Run(1e9), CASE, 64, 1, "cpu", lambda: ticks.append(1))
+    assert groups == [names, *([name] for name in names)]
+    assert len(ticks) == 2
 
 
 def test_a_part_that_fails_or_comes_too_late_leaves_a_sentence() -> None:

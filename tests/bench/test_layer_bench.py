@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import reference as te
-from optimized.bench.layers import layer, layer_models, layer_tables, tutorial_layers
+from optimized.bench.layers import layer, layer_models, layer_tables, small_layers, tutorial_layers
 from optimized.bench.memory_bound import COPY_BYTES
 
 CASE = layer_models.Case("tiny", 64, 128, 4, 16, 2, torch.float32, True, 0.0)
@@ -79,6 +79,20 @@ def test_the_gemms_of_a_llama_like_layer() -> None:
     assert products["qkv.fprop"] == (32, 64 + 2 * 2 * 16, 64, "fast")
     assert products["fc1.dgrad"] == (32, 64, 256, "split")
     assert products["fc2.wgrad"] == (64, 128, 32, "split")
+
+
+@pytest.mark.parametrize("case", [*layer_models.CASES, *small_layers.SIZES], ids=lambda case: case.name)
+def test_a_case_is_a_layer_of_ours_with_the_weights_of_its_products(case: layer_models.Case) -> None:
+    """What the layer refuses, a dropout for example, is refused here; nothing is allocated."""
+    ours = layer_models._transformer_layer(te, case, device="meta")
+    products = [(n, k) for name, (_, n, k, _) in case.products().items() if name.endswith("fprop")]
+    assert sum(p.numel() for p in ours.parameters() if p.dim() == 2) == sum(n * k for n, k in products)
+
+
+def test_the_angles_are_those_of_the_library() -> None:
+    """In fp32, whose steps are 2^-23 of a number; powers and products round three times."""
+    wanted = te.RotaryPositionEmbedding(64)(512)
+    torch.testing.assert_close(layer_models.angles(512, 64), wanted, rtol=2e-6, atol=0)
 
 
 @pytest.mark.parametrize("rotary", [True, False])
@@ -192,8 +206,13 @@ def test_what_a_step_holds_for_backward() -> None:
     assert rows["saved for backward", "float8_e4m3fn", "64×32"] == 32 * 64  # the norm's output, transposed
     assert rows["saved for backward", "float8_e4m3fn", "64×128"] == 64 * 128  # the weight, transposed
     assert rows["parameter", "bfloat16", "128×64"] == 2 * 128 * 64
-    row = {"step": "ours", "attention": "exact", "peak_bytes": 2**31, "memory": [{"what": "input", "dtype": "bfloat16",
-        "shape": "4×4", "count": 2, "bytes": 2**20}]}  # fmt: skip
+    held = [
+        {"what": what, "dtype": "bfloat16", "shape": "4×4", "count": 2, "bytes": size}
+        for what, size in (("input", 2**20), ("parameter", 64 << 10), ("saved for backward", (64 << 10) - 1))
+    ]
+    row = {"step": "ours", "attention": "exact", "peak_bytes": 2**31, "memory": held}
     origin = {"cuda": "13.0", "torch": "2", "cupy": "14", "date": "2026-11-21T", "kernels": {}}
     (table,) = layer_tables.layer_memory({"cases": [{"rows": [row]}], "provenance": origin})
-    assert table.rows == (("input", "4×4", "bfloat16", "2", "1.0"),)
+    shown = [("input", "1.0"), ("parameter", "0.1")]  # all of at least 64 KiB
+    assert table.rows == tuple((what, "4×4", "bfloat16", "2", size) for what, size in shown)
+    assert "at least 64 KiB" in table.how

@@ -1,6 +1,7 @@
 """The benchmark that trains a BERT technique after technique: its model, its memory, and what its result must hold."""
 
 import copy
+import statistics
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -180,6 +181,18 @@ def test_the_recorded_result_has_its_tables_and_its_picture(monkeypatch: pytest.
     for row in payload["groups"][0]["rows"]:
         parts = single_gpu_plot.shares(row)
         assert sum(parts.values()) == pytest.approx(single_gpu_tables.gib(row))
+
+
+def test_a_block_of_steps_takes_about_a_fifth_of_a_second() -> None:
+    """By the recorded milliseconds of a step; of settings that are measured by themselves there are no blocks."""
+    groups = [group for group in measure.read_result("single_gpu")["groups"] if "measured" not in group]
+    ms = [
+        single_gpu.steps_of(Setting(**row["setting"])) * row["ms"]["median"]
+        for group in groups
+        for row in group["rows"]
+    ]
+    assert 150 < statistics.median(ms) < 270
+    assert 50 < min(ms) < max(ms) < 1000
 
 
 def test_what_is_measured_is_kept_group_by_group() -> None:

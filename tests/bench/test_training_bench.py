@@ -2,6 +2,9 @@
 
 import json
 import math
+import os
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -95,6 +98,35 @@ def test_runs_that_were_made_are_not_made_again(tmp_path: Path, monkeypatch: pyt
     assert len(lines.read_text().splitlines()) == 3
     with pytest.raises(ValueError, match=r"seeds\.jsonl has a run of other settings, or of another text"):
         run(replace(TINY, accumulate=2))
+
+
+@pytest.mark.parametrize("gpus", [["3"], ["3", "5"], ["3", "5", "6"]], ids=len)
+def test_every_gpu_has_a_process_that_trains(gpus: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One GPU is this process's own. The processes are pretended: each takes its GPU, and one makes all runs."""
+    taken, made = list[str](), list[int]()
+
+    class Pool:
+        def __init__(self, count: int, context: Any, begin: Callable[..., None], given: tuple[Any, ...]) -> None:
+            for _ in range(count):
+                begin(*given)
+                taken.append(os.environ["CUDA_VISIBLE_DEVICES"])
+
+        def __enter__(self) -> "Pool":
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def submit(self, call: Callable[..., Any], *given: Any) -> Future[Any]:
+            found: Future[Any] = Future()
+            found.set_result(call(*given))
+            return found
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(gpus))
+    monkeypatch.setattr(seeds, "ProcessPoolExecutor", Pool)
+    monkeypatch.setattr(seeds, "losses", lambda settings, text, device="cuda": {"seed": settings.seed})
+    seeds._all([replace(TINY, seed=seed) for seed in range(4)], TEXT, "cuda", lambda one: made.append(one["seed"]))
+    assert sorted(made) == [0, 1, 2, 3]
+    assert taken == (gpus if len(gpus) > 1 else [])
 
 
 def test_the_text_of_the_seeds_has_the_library_and_torch() -> None:

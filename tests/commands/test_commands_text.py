@@ -140,6 +140,7 @@ def test_benchmarks_are_measured_or_shown(gpu: bool, asked: list[str], monkeypat
 def test_columns_stand_side_by_side_as_far_as_no_word_is_cut() -> None:
     assert bench._longest_word(["ab cd ef g", "abc"]) == 10  # a short cell is one word
     assert bench._longest_word(["ab cd ef gh", "abc"]) == 3
+    assert bench._longest_word(["3.5 ms", "abc"]) == 6
     name, *columns = [["name"], *([letter * 20] for letter in "abc")]
     for width, wanted in ((54, [2, 1]), (53, [1, 1, 1]), (77, [3]), (20, [1, 1, 1])):
         parts = list(bench._fitting([name, *columns], width))

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -90,6 +91,29 @@ def test_boxes_lie_beside_each_other_and_around_their_words(name: str) -> None:
     assert all(low <= one.get_x() and one.get_x() + one.get_width() <= high for one in boxes)
     inside = [sum(one.get_bbox().contains(*text.get_position()) for text in axes.texts) for one in boxes]
     assert min(inside) >= 1
+
+
+def test_each_part_of_a_layer_is_in_one_box() -> None:
+    """Whoever computes the layer, no part is left out or done twice."""
+    (axes,) = tutorial.boxes_picture().axes
+    boxes = [one.get_bbox() for one in axes.patches if isinstance(one, Rectangle)]
+    parts = [text for text in axes.texts if text.get_text() in tutorial.PARTS]
+    assert len(parts) == len(tutorial.BOXES) * len(tutorial.PARTS)
+    for text in parts:
+        assert sum(box.contains(*text.get_position()) for box in boxes) == 1, text
+
+
+@pytest.mark.parametrize("value", [0.35, 1.0, 0.013, 3.7, 1e-5])
+def test_the_formula_beside_the_bits_has_their_value(value: float) -> None:
+    formulas = [text.get_text() for text in number_line.bits_picture(value).axes[0].texts if "2^" in text.get_text()]
+    for text, fmt in zip(formulas, formats.FORMATS, strict=True):
+        found = re.fullmatch(r"(\(1 \+ )?(\d+)/(\d+)\)? · 2\^\((\d+) − (\d+)\) = (\S+)", text)
+        assert found is not None, text
+        mantissa, steps, exponent, bias = map(int, found.groups()[1:5])
+        nearest = float(formats.decode(formats.cast(torch.tensor([value]), fmt))[0])
+        shown = ((found[1] is not None) + mantissa / steps) * 2.0 ** (exponent - bias)
+        assert shown == nearest
+        assert float(found[6]) == pytest.approx(nearest, rel=1e-5)  # six digits
 
 
 @pytest.mark.parametrize("value", [0.35, 1.0, 0.013, 3.7])

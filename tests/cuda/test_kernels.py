@@ -16,6 +16,7 @@ from shared.sass import disassembly
 import optimized.bench
 import optimized.ops
 from optimized.cuda import compiler
+from optimized.ops.norms import norm
 
 Configuration = tuple[str, dict[str, int | str]]
 
@@ -121,6 +122,13 @@ def test_it_compiles_without_spill_or_warning(configuration: Configuration, buil
     assert ptxas.usage(build.log), build.log
     for usage in ptxas.usage(build.log):
         assert usage.spill_stores == usage.spill_loads == 0
+
+
+@pytest.mark.parametrize("warps", norm.ROW_WARPS)
+def test_rows_of_a_norm_stay_in_registers(warps: int, builds) -> None:  # type: ignore[no-untyped-def]
+    """However many warps have one: LayerNorm of bf16, which needs the most."""
+    build = builds[builds.named(f"norm-WIDE=1-KIND=0-ROW_WARPS={warps}-")[0]]
+    assert [(one.stack, one.spill_stores) for one in ptxas.usage(build.log)] == [(0, 0)]
 
 
 @pytest.mark.parametrize("configuration", sampled(TWO_REGISTERS), ids=label)

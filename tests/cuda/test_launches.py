@@ -65,6 +65,7 @@ def check_limits(launched: Launched) -> None:
     assert len(block) == 1, what
     assert block[0] == 1 or block[0] % 32 == 0, what
     assert 0 < block[0] <= 1024, what
+    assert isinstance(smem, int), what
     # Without being asked, the driver allows 48 KB.
     assert 0 <= smem <= max(kernel.max_dynamic_smem, 48 * 1024), what
     assert kernel.max_dynamic_smem <= SHARED_BYTES, what

@@ -196,6 +196,20 @@ def test_programs_that_part(tmp_path: Path) -> None:
     )
 
 
+def test_an_op_that_reads_another_result_of_the_same_shape(tmp_path: Path) -> None:
+    """Both results are the same in both runs, and the op reads one here and the other there."""
+    model = torch.nn.Linear(4, 4)
+    for name, which in (("a", 0), ("b", 1)):
+        with te.record(model, tmp_path / name), torch.no_grad():
+            x = torch.full((4,), 0.5)
+            results = x.exp(), x.sqrt()
+            torch.tanh(results[which])
+    said = str(te.diff(tmp_path / "a", tmp_path / "b"))
+    assert re.search(
+        r"aten::tanh reads other tensors as .*: in a from op \d+, aten::exp, in b from op \d+, aten::sqrt\.", said
+    )
+
+
 # --- refusals --------------------------------------------------------------------------------------------
 
 

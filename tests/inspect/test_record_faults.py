@@ -253,6 +253,20 @@ def test_a_weight_that_changed_before_a_step_of_torch_is_named(optimizer: str, h
         assert "not judged: torch's " + optimizer in coverage(recording, result)
 
 
+def test_what_was_judged_is_what_ran_until_the_end() -> None:
+    """Of a replay that could not go on, too; where it ended at the last op, nothing came after that."""
+    result = file.Access(file.Region(0, 0, (1,), (1,), "float32"), None)
+    names = ("twin::gemm_fp8", "twin::cast", "twin::gemm")
+    recording = file.Recording([file.Op("twin", name, writes=[result]) for name in names])
+    for ended, said in (
+        (None, "3 of 3 ops judged, all 2 GEMMs"),
+        (0, "1 of 3 ops judged, 1 of 2 GEMMs; not judged: what came after op 0"),
+        (1, "2 of 3 ops judged, 1 of 2 GEMMs; not judged: what came after op 1"),
+        (2, "3 of 3 ops judged, all 2 GEMMs"),
+    ):
+        assert coverage(recording, Result(ended=ended)) == said
+
+
 def test_a_flip_beside_ops_of_torch_is_seen(tmp_path: Path) -> None:
     """In what torch's own ops wrote and read: whole, and through a view."""
     for flip, view in ((False, False), (True, False), (True, True)):

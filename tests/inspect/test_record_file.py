@@ -206,6 +206,15 @@ def test_a_file_of_version_2_is_replayed(good: bytes, tmp_path: Path) -> None:
     assert "ops judged" in coverage(recording, result)
 
 
+def test_a_changed_word_is_named_as_it_was_recorded(good: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "step.safetensors"
+    path.write_bytes(good)
+    rewritten(path, bend)
+    was = int(safetensors.torch.load(good)["model/weight"].view(torch.int32).flatten()[81]) & 0xFFFFFFFF
+    with pytest.raises(files.Damaged, match=f"which says {was:08X} of its 32-bit word 81"):
+        file.read(path)
+
+
 def slowly(program: dict[str, Any], tensors: Tensors) -> None:
     op = next(op for op in program["ops"] if op["name"] == "twin::gemm_fp8")
     op["args"][-1] = "slowly"

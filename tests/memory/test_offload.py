@@ -109,6 +109,16 @@ def test_what_moves() -> None:
     assert te.get_cpu_offload_context()[1](large) is large
 
 
+def test_small_activations_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that Transformer Engine leaves on the GPU; its older code leaves fewer there."""
+    monkeypatch.setattr(offload, "_is_on_gpu", lambda t: True)
+    sizes = [(1 << 8) - 1, 1 << 8, (1 << 18) - 1, 1 << 18]
+    for older, moved in (("0", 1), ("1", 3)):
+        monkeypatch.setenv("NVTE_CPU_OFFLOAD_V1", older)
+        context, _ = te.get_cpu_offload_context(enabled=True, num_layers=1, model_layers=2)
+        assert [n for n in sizes if offload._moves(torch.zeros(n), context.least)] == sizes[-moved:]
+
+
 @pytest.mark.gpu
 def test_large_activations_leave_the_gpu() -> None:
     weight = torch.nn.Parameter(torch.zeros(512, 512, device="cuda"))

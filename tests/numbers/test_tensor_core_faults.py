@@ -1,5 +1,7 @@
 """Faults inside the tensor core's model: without one the words are the model's, and each stage has its bits."""
 
+import math
+
 import numpy as np
 import pytest
 
@@ -62,3 +64,12 @@ def test_a_flipped_product_is_another_product() -> None:
         assert word.view(np.float32) == value
     word = faults.step_word(x, np.zeros((1, 1), np.uint32), StepFault(0, "aligned sum", 0, 13))
     assert word.view(np.float32) == 0.0  # the sum is 2^13 units
+
+
+@pytest.mark.parametrize(("code", "value"), [(0x38, 1.0), (0xB8, -1.0)])
+def test_a_flipped_sign_of_a_sum_is_that_of_twos_complement(code: int, value: float) -> None:
+    """The highest bit of a register counts as minus its power of two, so a flip takes that away or adds it."""
+    x = Operands(np.array([[code]], np.uint8), model.E4M3, np.array([[0x38]], np.uint8), model.E4M3, model.FP8_STEP)
+    highest = bits_of(x, "aligned sum") - 1
+    word = faults.step_word(x, np.zeros((1, 1), np.uint32), StepFault(0, "aligned sum", 0, highest))
+    assert word.view(np.float32) == value - math.copysign(2.0 ** (highest - 13), value)  # 1 is 2^13 units

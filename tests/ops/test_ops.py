@@ -92,7 +92,8 @@ def test_cuda_gives_the_words_of_the_cpu(name: str, device: torch.device, is_sim
     if is_simulated:
         small = [one for one in calls if 0 < sum(x.numel() for x in tensors_of(one[1].args)) <= SMALL]
         random.Random(name).shuffle(small)
-        calls = list({call.name: (i, call) for i, call in small}.values())  # one of each op
+        small.sort(key=lambda one: all(x.numel() for x in tensors_of(one[1].args)))  # with numbers in all, if there is
+        calls = list({call.name: (i, call) for i, call in small}.values())  # the last one of each op
     for i, here in calls:
         there = here.moved(device)
         torch.full((1 << 20,), torch.nan, device=device)  # what the allocator hands out next

@@ -26,6 +26,7 @@ from shared.adam_parameters import (
     train,
 )
 from shared.bits import assert_same_bits
+from shared.dry_gpu import DryGpu
 
 import optimized  # noqa: F401  (registers the CUDA kernels)
 import reference as te
@@ -313,6 +314,23 @@ def compare(shape: tuple[int, ...], kind: str, special: bool = False, maximize: 
         sides.append([x for x in (param, row, col) if x is not None])
     for name, a, b in zip(("param", "row_var", "col_var"), *sides, strict=False):
         assert_same_bits(b, a, f"{kind}, {shape}, {name}")
+
+
+@pytest.mark.parametrize("shape", [(), (700, 333), (200_000,)])
+def test_sums_of_parameters_and_of_updates_lie_apart(shape: tuple[int, ...]) -> None:
+    """Each block of either kernel writes one float64: all into one tensor, and no two into the same place."""
+    with DryGpu(written=False) as gpu:
+        grad, param, *rest = (torch.empty(shape, device="cuda") for _ in range(3))
+        row = rest[0][..., :1].contiguous() if len(shape) > 1 else rest[0]
+        col = rest[0][:1].contiguous() if len(shape) > 1 else None
+        twin.adafactor(grad, param, row, col, 0.01, 0.6, 0.999, 1e-7, 1e-14, 1e-3, 1.0, False)
+        both = [one for one in gpu.launches if one.kernel.name in ("grad_squares", "adafactor_squares")]
+        room = {gpu.bytes_at(int(one.args[-1])) for one in both}
+    assert len(both) == 2
+    blocks = both[0].grid[0]
+    assert both[1].grid == (blocks,)
+    assert room == {2 * 8 * blocks}
+    assert abs(int(both[0].args[-1]) - int(both[1].args[-1])) == 8 * blocks
 
 
 @pytest.mark.gpu

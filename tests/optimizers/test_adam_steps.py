@@ -183,6 +183,8 @@ def test_transformer_engines_way_to_write_state() -> None:
     finer = numbers(9, (4, 3))
     optimizer.set_scaled_state(p, "master_param", finer)
     assert_same_bits(optimizer.get_unscaled_state(p, "master_param"), finer)
+    optimizer.set_scaled_state(p, "exp_avg", finer.clone().requires_grad_())
+    assert not optimizer.state[p]["exp_avg"].requires_grad
     with pytest.raises(ValueError, match="state_name='momentum'; exp_avg, exp_avg_sq, master_param are accepted"):
         optimizer.set_scaled_state(p, "momentum", finer)
     with pytest.raises(ValueError, match=r"its unscaled_state is torch.bfloat16 \[4, 3\]"):

@@ -17,6 +17,8 @@ from shared.bits import assert_same_bits
 
 import optimized  # noqa: F401  (registers the CUDA kernels)
 import reference as te
+from reference.ops.optimizers.grad_norm import CHUNK
+from reference.optimizers import sharded_norm
 
 twin = torch.ops.twin
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -79,6 +81,23 @@ def test_more_chunks_than_lanes() -> None:
         part[: grad.numel()] = grad.double().numpy() ** 2
         lanes[i % 1024] += halved(list(part))  # the chunk's other sums are of zeros
     total = halved([halved(list(lanes[i : i + 32])) for i in range(0, 1024, 32)])
+    assert twin.grad_norm(grads, "l2").item() == np.float32(math.sqrt(total))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
+def test_ranks_that_sum_the_chunks_that_begin_on_them_find_the_same_norm(ranks: int) -> None:
+    """Each has some rows, and what a chunk lacks are the next ranks' first numbers."""
+    grads = [numbers(0, 33, 5000, scale=1e3), numbers(1, 7), numbers(2, 5, 40000), numbers(3, 9, 240000)]
+    sums = []
+    for grad in grads:
+        x, chunks = grad.flatten(), list[int]()
+        for span in sharded_norm.spans(grad, ranks):
+            chunks += span.begins
+            if span.begins:
+                own, end = x[span.start + span.before : span.stop], span.begins.stop * CHUNK
+                sums.append(sharded_norm._sums(own, x[span.stop : end]))
+        assert chunks == list(range(-(-len(x) // CHUNK))), "each chunk begins on one rank"
+    total = sharded_norm._total(torch.cat(sums)).item()
     assert twin.grad_norm(grads, "l2").item() == np.float32(math.sqrt(total))
 
 

@@ -83,6 +83,21 @@ def test_each_rank_reads_what_the_others_sent_it(ranks: int, guarded: bool, monk
     assert not groups.under_way.works
 
 
+def test_all_is_work_of_streams_where_ranks_write_to_each_others_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a CUDA graph may hold it, and whoever repeats the calls is told so."""
+    told: list[Any] = []
+    monkeypatch.setattr(groups, "_run", lambda function, args: told.append(function(*args)))
+    streams = Streams(2, monkeypatch)
+    over(streams, 2, monkeypatch)
+    streams.rank = 0
+    arriving = exchange.begin([torch.zeros(SIZE, dtype=U8) for _ in range(2)], "some", "b")
+    for rank in range(2):
+        arriving.of(rank)
+    arriving.end()
+    assert told
+    assert all(one is True for one in told)
+
+
 def test_many_rows_are_those_whose_weights_arrive_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """For each other rank, and a rank's rows are whole blocks."""
     for ranks, rows, many in ((2, 2048, True), (2, 1920, False), (2, 2176, False), (4, 6144, True), (4, 5632, False)):

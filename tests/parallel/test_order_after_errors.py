@@ -40,3 +40,34 @@ def test_a_loop_that_is_refused_inside_of_another_leaves_that_one_alone(how: str
                 next(getattr(order, how)(model, 4))
         model(torch.full((1, 4), float(number))).sum().backward()
     assert torch.equal(model.weight.grad, torch.full((4, 4), 6.0 / 4))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_loop_that_is_left_early_changes_no_scale(count: int) -> None:
+    """Also after the last backward: scales are updated when the loop ends."""
+    model, order = te.Linear(16, 16), te.parallel.GradientOrder(count)
+    recipe = te.DelayedScaling(amax_history_len=1)
+
+    def run() -> None:
+        with te.autocast(recipe=recipe):
+            y = model(torch.full((16, 16), 3.0))
+        y.sum().backward()
+
+    def scales() -> list[float]:
+        return [x for key in ("scaling_fwd", "scaling_bwd") for x in model.fp8_meta[key].scale.tolist()]
+
+    for _ in order.microbatches(model, count):
+        run()
+    model.zero_grad(set_to_none=True)
+    with torch.no_grad():
+        model.weight.mul_(64)
+    before = scales()
+    for number in order.microbatches(model, count):
+        run()
+        if number == count - 1:
+            break
+    assert scales() == before
+    model.zero_grad(set_to_none=True)
+    for _ in order.microbatches(model, count):
+        run()
+    assert scales() != before

@@ -217,6 +217,28 @@ def test_a_call_is_repeated_on_its_own_arguments(recorder: Any, folder: Path) ->
     assert transformer_engine.compare(NAME).different == 1
 
 
+def test_what_differs_is_printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each tensor by step, of each part of an op, and each call that differs where it may not."""
+    x = torch.arange(1200.0)
+    y = x.clone()
+    y[:3] += 1
+    may_not, may = ("gemm", "out"), next(iter(transformer_engine.WHY))
+    steps = [{"y": (x, x), "dx": (x, x)}, {"y": (x, y), "dx": (x, x)}]
+    calls = [(may_not[0], {may_not[1]: (x, x)}), (may_not[0], {may_not[1]: (x, y)}), (may[0], {may[1]: (x, y)})]
+    monkeypatch.setattr(transformer_engine, "steps", lambda name: steps)
+    monkeypatch.setattr(transformer_engine, "calls", lambda name: calls)
+    transformer_engine.main([NAME])
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first == NAME
+    assert [line.split() for line in lines] == [
+        ["y", "2,400", "words", "3", "differ", "[0,", "3]"],
+        ["dx", "2,400", "words", "0", "differ", "[0,", "0]"],
+        ["call", "1,", "gemm:", "out", "differs"],
+        ["gemm:", "out", "2,400", "words", "3", "differ"],
+        [f"{may[0]}:", may[1], "1,200", "words", "3", "differ"],
+    ]
+
+
 def test_words_are_stored_once(recorder: Any) -> None:
     store, x = recorder.Store(), torch.arange(12, dtype=torch.float32).view(3, 4)
     store.begin({"weight": x})

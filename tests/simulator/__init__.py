@@ -121,6 +121,15 @@ def _library(kernel: str, function: str, defines: tuple[tuple[str, Any], ...], r
     return ctypes.CDLL(str(_compiled(f"{kernel.replace('/', '-')}-{function}", text, [*FLAGS, "-O1"])))
 
 
+def _dynamic_begin(library: ctypes.CDLL) -> int:
+    """Where in a block's shared memory the dynamic one begins: the same in every thread."""
+    base, size = ctypes.c_void_p(), ctypes.c_size_t()
+    library.simulator_bind(ctypes.byref(base), ctypes.byref(size))
+    dynamic = ctypes.addressof(ctypes.c_ubyte.in_dll(library, "simulator_dynamic"))
+    assert base.value is not None
+    return dynamic - base.value
+
+
 def _three(extent: Sequence[int]) -> Any:
     return (ctypes.c_uint * 3)(*extent, *[1] * (3 - len(extent)))
 
@@ -140,6 +149,8 @@ class Simulator(contextlib.ExitStack):
         self._cuda = cuda
         self.processors, self.when, self.seed = processors, when, seed
         self.launches: list[str] = []
+        # Of each launch: bytes of dynamic shared memory that it asks for, and that were written.
+        self.shared: list[tuple[launch.Kernel, int, int]] = []
         self._recorded: list[tuple[launch.Kernel, Sequence[Any]]] = []
 
     def __enter__(self) -> "Simulator":
@@ -181,12 +192,12 @@ class Simulator(contextlib.ExitStack):
             self._recorded.append((kernel, args))
             head = (len(self._recorded) - 1, *[*grid, 1, 1][:3], *[*block, 1, 1][:3], smem)
             launch._thread.tape.append(launch.Launch(kernel, head, args, early))
-        self.run(kernel, grid, block, args)
+        self.run(kernel, grid, block, args, smem)
 
     def _start(self, head: tuple[int, ...], stream: int, pointers: int, early: bool) -> None:
         """Make a launch again, with the arguments that the driver would read."""
         kernel, likes = self._recorded[head[0]]
-        self.run(kernel, head[1:4], head[4:7], kernel_arguments.read(likes, pointers))
+        self.run(kernel, head[1:4], head[4:7], kernel_arguments.read(likes, pointers), head[7])
 
     def run(
         self,
@@ -194,9 +205,10 @@ class Simulator(contextlib.ExitStack):
         grid: Sequence[int],
         block: Sequence[int],
         args: Sequence[Any],
+        smem: int = 0,
         root: Path = compiler.KERNELS,
     ) -> None:
-        """Run a kernel of a file in `root`; `args` as for `launch.launch`.
+        """Run a kernel of a file in `root`; `args` and `smem` as for `launch.launch`.
 
         Raises:
             RuntimeError: g++ refuses the file, or a thread did what no GPU permits, or no thread goes on.
@@ -204,7 +216,7 @@ class Simulator(contextlib.ExitStack):
         self.launches.append(f"{kernel.kernel}.{kernel.name}")
         library = _library(kernel.kernel, kernel.name, tuple(sorted(kernel.defines.items())), root)
         arguments = launch._Arguments(kernel, args)
-        message = ctypes.create_string_buffer(4096)
+        message, shared = ctypes.create_string_buffer(4096), ctypes.c_size_t(smem)
         failed = engine().simulator_launch(
             library.simulator_entry,
             library.simulator_bind,
@@ -215,9 +227,12 @@ class Simulator(contextlib.ExitStack):
             self.processors,
             self.when,
             ctypes.c_uint64(self.seed),
+            ctypes.c_size_t(_dynamic_begin(library)),
+            ctypes.byref(shared),
             message,
             ctypes.c_size_t(len(message)),
         )
+        self.shared.append((kernel, smem, shared.value))
         if failed:
             raise RuntimeError(f"{kernel.kernel}.{kernel.name}: {message.value.decode()}")
 

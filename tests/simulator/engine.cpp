@@ -17,6 +17,13 @@ const float* activations[8];
 
 namespace {
 
+// Dynamic shared memory of the one launch that runs: where it begins in a block's shared memory, bytes that the launch
+// asks for, and how many of them, from the first on, a block has written.
+struct {
+    size_t begin, asked, written;
+} dynamic;
+constexpr size_t kDynamic = 232448;  // bytes of it that are there, as in kernel.h
+
 void set_up(Slot& slot, unsigned number) {
     Block& block = slot.block;
     const uint3_ grid = machine->grid, size = machine->size;
@@ -54,6 +61,20 @@ void set_up(Slot& slot, unsigned number) {
     slot.running = true;
 }
 
+// Of a block that has ended. What still has the words of `set_up` after the last other byte was not written.
+void look_at_dynamic(const Block& block) {
+    const unsigned char* const bytes = block.base + dynamic.begin;
+    constexpr uint64_t kNobody = ~uint64_t{0};
+    size_t end = kDynamic;
+    while (end > 0 && memcmp(bytes + end - 8, &kNobody, 8) == 0) end -= 8;
+    while (end > 0 && bytes[end - 1] == 0xFF) end--;
+    dynamic.written = std::max(dynamic.written, end);
+    if (end <= dynamic.asked || machine->aborting) return;
+    machine->error = "a block wrote byte " + std::to_string(end - 1) + " of its dynamic shared memory, of which the " +
+                     "launch asks for " + std::to_string(dynamic.asked) + " bytes.";
+    machine->aborting = true;
+}
+
 // Rounds of the block's fibers until one changes nothing.
 void run(Slot& slot) {
     Block& block = slot.block;
@@ -85,6 +106,7 @@ void run(Slot& slot) {
             slot.running = false;
             slot.group->done++;
             machine->progress++;
+            look_at_dynamic(block);
             return;
         }
         if (machine->progress == before) return;
@@ -185,12 +207,14 @@ extern "C" void simulator_tables(const int* powers, const float* const* activati
     for (int i = 0; i < 8; i++) simulator::activations[i] = activations[i];
 }
 
-// Runs a kernel. `entry` calls it in one thread, `bind` tells where a block's shared memory is. Returns 0, or 1 with an
-// error in `message`, of `room` bytes.
+// Runs a kernel. `entry` calls it in one thread, `bind` tells where a block's shared memory is. `begin`: where in it
+// the dynamic one begins. `bytes`: how much of that the launch asks for; then, how much the blocks have written.
+// Returns 0, or 1 with an error in `message`, of `room` bytes.
 extern "C" int simulator_launch(void (*entry)(void**), void (*bind)(unsigned char**, size_t*), void** args,
                                 const unsigned* grid, const unsigned* size, unsigned cluster, unsigned at_once,
-                                int when, uint64_t seed, char* message, size_t room) {
+                                int when, uint64_t seed, size_t begin, size_t* bytes, char* message, size_t room) {
     using namespace simulator;
+    dynamic = {begin, *bytes, 0};
     Machine here;
     here.entry = entry;
     here.bind = bind;
@@ -234,6 +258,7 @@ extern "C" int simulator_launch(void (*entry)(void**), void (*bind)(unsigned cha
         delete slot;
     }
     machine = nullptr;
+    *bytes = dynamic.written;
     snprintf(message, room, "%s", here.error.c_str());
     return here.aborting;
 }

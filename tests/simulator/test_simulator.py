@@ -78,6 +78,10 @@ inline float* of_an_inline_function() {
     __shared__ float words[32 + MORE];
     return words;
 }
+extern "C" __global__ void fill(int bytes) {
+    extern __shared__ __align__(16) unsigned char memory[];
+    for (int i = threadIdx.x; i < bytes; i += 32) memory[i] = 1;
+}
 extern "C" __global__ void unwritten(float* to) {
     to[threadIdx.x] = of_an_inline_function()[threadIdx.x];
     __syncthreads();
@@ -88,13 +92,17 @@ extern "C" __global__ void unwritten(float* to) {
 
 @pytest.fixture
 def run(tmp_path: Path):  # type: ignore[no-untyped-def]
-    """run(function, when, *args): a launch of 32 threads of KERNEL."""
+    """run(function, when, *args): a launch of 32 threads of KERNEL; the dynamic shared memory that it wrote."""
     (tmp_path / "faults.cu").write_text(KERNEL)
     (tmp_path / "ptx").symlink_to(measure.ROOT / "optimized" / "kernels" / "ptx")
 
-    def launched(function: str, when: int, *args: object, more: int = 0) -> None:
+    def launched(function: str, when: int, *args: object, more: int = 0, smem: int = 0) -> int:
+        kernel = launch.Kernel("faults", function, {"MORE": more}, smem, -1)
         with Simulator(when=when) as gpu:
-            gpu.run(launch.Kernel("faults", function, {"MORE": more}, 0, -1), (1,), (32,), args, root=tmp_path)
+            gpu.run(kernel, (1,), (32,), args, smem, tmp_path)
+        ((_, asked, written),) = gpu.shared
+        assert asked == smem
+        return written
 
     return launched
 
@@ -149,6 +157,15 @@ def test_an_address_outside_of_shared_memory(run) -> None:  # type: ignore[no-un
         run("outside", AT_ONCE, y.data_ptr(), np.int32(1 << 20))
     with pytest.raises(RuntimeError, match="not multiples of 16"):
         run("outside", AT_ONCE, y.data_ptr(), np.int32(4))
+
+
+def test_dynamic_shared_memory_that_a_launch_does_not_ask_for(run) -> None:  # type: ignore[no-untyped-def]
+    for count in (0, 1, 100, 4096, 232448):
+        assert run("fill", AT_ONCE, np.int32(count), smem=count) == count
+    assert run("fill", AT_ONCE, np.int32(7), smem=100) == 7
+    for count in (101, 4096):
+        with pytest.raises(RuntimeError, match=rf"byte {count - 1} of its dynamic .* the launch asks for 100 bytes"):
+            run("fill", AT_ONCE, np.int32(count), smem=100)
 
 
 def test_a_box_that_begins_off_16_bytes(run) -> None:  # type: ignore[no-untyped-def]

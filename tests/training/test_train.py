@@ -419,6 +419,19 @@ def test_sizes_have_their_names_numbers() -> None:
     assert TINY.flops == layer + head + attention
 
 
+@pytest.mark.parametrize("changes", [{"hidden": 64}, {"layers": 3, "rows": 16}], ids=["weights", "inputs"])
+def test_a_step_holds_the_bytes_that_it_is_said_to_need(changes: dict[str, Any]) -> None:
+    """All of matrices that multiply and of positions: numbers, moments, and the layers' inputs; the rest is small."""
+    trainer, inputs = Trainer(replace(TINY, accumulate=1, **changes), corpus()), list[int]()
+    for layer in trainer.model.layers:
+        layer.register_forward_pre_hook(lambda layer, given: inputs.append(given[0].nbytes))
+    trainer.train()
+    matrices = [p for p in trainer.model.parameters() if p.dim() == 2]
+    moments = [x for p in matrices for x in trainer.optimizer.state[p].values() if x.dim() == 2]
+    held = sum(x.nbytes for x in (*matrices, *moments)) + sum(inputs)
+    assert trainer.settings.least_bytes == held
+
+
 def test_texts_are_read_in_order(tmp_path: Path) -> None:
     (tmp_path / ".hidden").mkdir()
     (tmp_path / ".hidden" / "no.txt").write_text("never")

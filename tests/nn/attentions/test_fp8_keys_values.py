@@ -46,6 +46,16 @@ def test_pages_are_dequantized_in_the_order_of_sequences() -> None:
     assert_same_bits(values, rounded(x.flip(0))[[3, 1, 4, 3]])
 
 
+def test_a_page_outside_of_the_cache_is_the_nearest_one() -> None:
+    """A GPU's page numbers are not looked at before they are read."""
+    x = numbers(2, 5, 4, 2, 16)
+    codes, scale_inv = codes_of(x)
+    for outside, nearest in ((5, 4), (2**31 - 1, 4), (-1, 0), (-(2**31), 0)):
+        table = torch.tensor([[3, outside]], dtype=torch.int32)
+        keys, _, _ = pages_of(x, codes, codes, scale_inv, scale_inv, table, 8)
+        assert_same_bits(keys, rounded(x)[[3, nearest]], f"page {outside}")
+
+
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("in_fp8", [False, True])
 @pytest.mark.parametrize("name", ["plain", "window", "batch first"])

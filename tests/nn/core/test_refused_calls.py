@@ -8,6 +8,7 @@ from shared.bits import assert_same_bits
 from shared.forward_cases import BF16, HEADS, HIDDEN, LAYERS, PADDING, RECIPE, X, assert_unchanged, describe, state
 
 import reference as te
+from reference.nn.core import checks
 from reference.nn.transformer import halves
 
 
@@ -99,6 +100,17 @@ def test_more_heads_than_a_launch_takes_are_seen_before_the_first_part_runs() ->
         ):
             layer(torch.zeros(1, 65536, 16, dtype=BF16, device="cuda"))
         assert_unchanged(before, state(layer), "65536 heads")
+
+
+def test_the_heads_of_all_sequences_count() -> None:
+    here = torch.device("cuda")
+    checks.check_grid("TransformerLayer", 255, 257, here)
+    for batch, heads in ((256, 256), (1, 65536), (65536, 1), (1024, 65)):
+        with pytest.raises(
+            ValueError,
+            match=f"TransformerLayer: a batch of {batch} times num_attention_heads={heads}; a product of at most 65535",
+        ):
+            checks.check_grid("TransformerLayer", batch, heads, here)
 
 
 def test_what_a_pre_hook_brings_is_not_refused_beforehand() -> None:

@@ -338,6 +338,7 @@ W = torch.zeros(4, 3)
         (lambda: te.fused_linear_cross_entropy(X, W, T, chunk_size=None), TypeError, "chunk_size=None"),
         (lambda: te.fused_linear_cross_entropy(X, W.t(), T), ValueError, "hidden has shape [2, 3] and weight [3, 4]"),
         (lambda: te.fused_linear_cross_entropy(X, W[0], T), ValueError, "[classes, hidden] are accepted"),
+        (lambda: te.fused_linear_cross_entropy(X, W[..., None], T), ValueError, "[2, 3] and weight [4, 3, 1]; [..., h"),
         (lambda: te.fused_linear_cross_entropy(X, W.to("meta"), T), RuntimeError, "weight is on meta, hidden on cpu"),
         (lambda: te.fused_linear_cross_entropy(X, 3, T), TypeError, "weight=3; a tensor is accepted"),
         (lambda: te.fused_linear_cross_entropy(X, W, T + 4), IndexError, "target[0] is 4; 0 to 3"),

@@ -15,11 +15,14 @@ from shared.attention_cases import Case, inputs
 from shared.attention_fp8_cases import CASES, FP8, cast, transposed
 from shared.attention_packed_cases import int32, packed_inputs, packed_of, rows_of, starts_of
 from shared.bits import assert_same_bits
+from shared.dry_gpu import DryGpu
 from torch.utils.flop_counter import FlopCounterMode
 
-from optimized.ops.attentions.attention_fp8 import moved_values
+from optimized.ops.attentions.attention_fp8 import moved_values, with_room
 from reference.ops.attentions.attention_lengths import hidden_by_lengths
 from reference.ops.attentions.attention_options import Options
+from reference.ops.attentions.attention_packed import by_heads
+from reference.ops.casts.cast import ROOM
 
 twin = torch.ops.twin
 simulated = pytest.mark.simulated
@@ -179,6 +182,44 @@ def test_values_begin_at_multiples_of_128_columns(room: bool, device: torch.devi
         first, count = rows.start // 128 * 128 + 128 * n, rows.stop - rows.start
         assert_same_bits(values[..., rows], found[..., first : first + count], f"sequence {n}")
         assert not found[..., first + count : first + -(-count // 128) * 128].any(), f"after sequence {n}"
+
+
+@simulated
+@pytest.mark.gpu
+def test_values_of_every_row_are_moved(device: torch.device) -> None:
+    """Of so many heads that their rows are no multiple of those of a block of threads, nor of one row more."""
+    values = torch.randint(1, 120, (129, 16, 16), dtype=torch.uint8)
+    options = Options(1.0, "none", -1, -1, kv_lengths=int32(16).to(device), kv_starts=int32(0, 16).to(device))
+    options = options._replace(q_starts=options.kv_starts, longest_q=16, longest_kv=16)
+    found = moved_values(values.to(device).view(FP8).unsqueeze(0), options)[0].view(torch.uint8).cpu()
+    assert_same_bits(found[..., :16], values)
+    assert not found[..., 16:].any()
+
+
+@pytest.mark.parametrize("missing", [3, 1, 0, -16])
+def test_values_are_copied_only_where_memory_ends_too_soon(missing: int) -> None:
+    """Rows are read 16 bytes at a time; the last one has 13 and, behind them, 3 less `missing`."""
+    with DryGpu() as gpu:
+        memory = torch.empty(2 * 16 * 32 - missing, dtype=torch.uint8, device="cuda")
+        v_t = memory.as_strided((1, 2, 16, 13), (2 * 16 * 32, 16 * 32, 32, 1), 16).view(FP8)
+        starts = torch.empty(2, dtype=torch.int32, device="cuda")
+        options = Options(1.0, "none", -1, -1, q_starts=starts, kv_starts=starts, longest_q=13, longest_kv=13)
+        moved_values(v_t, options._replace(kv_lengths=starts[:1]))
+        ((launched,), at) = gpu.launches, v_t.data_ptr()
+    assert (launched.args[0] == at) == (missing <= 0)
+
+
+@pytest.mark.parametrize(("tokens", "heads"), [(1, 1), (6, 1), (2, 3), (6, 3)])
+def test_keys_are_copied_only_where_memory_ends_too_soon(tokens: int, heads: int) -> None:
+    """A kernel reads `ROOM` rows behind the last one."""
+    size = (tokens + ROOM) * heads * 32
+    for missing in (1, 0, -1):
+        memory = torch.randint(1, 120, (size - missing,), dtype=torch.uint8)
+        k = by_heads(memory[: tokens * heads * 32].view(FP8).view(tokens, heads, 32))
+        found = with_room(k)
+        assert (found is k) == (missing <= 0)
+        assert found.untyped_storage().nbytes() >= size
+        assert_same_bits(found.view(torch.uint8), k.view(torch.uint8))
 
 
 @simulated

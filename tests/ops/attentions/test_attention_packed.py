@@ -148,6 +148,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"longest_kv": None}, "longest_kv must be given with packed sequences; got None."),
     ({"q_lengths": None}, "q_lengths must be given with packed sequences; got None."),
     ({"longest_q": -1}, "longest_q=-1; the longest sequence's tokens, 0 or more, are accepted."),
+    ({"longest_kv": -3}, "longest_kv=-3; the longest sequence's tokens, 0 or more, are accepted."),
     (
         {"k": torch.zeros(1, 8, 1, 16).bfloat16()},
         "k must be 3-D, [tokens, heads, head_dim], with q_starts; got [1, 8, ",

@@ -148,6 +148,7 @@ def test_the_offset_leaves_meta(softmax_type: str) -> None:
             layer.softmax_offset = torch.nn.Parameter(torch.zeros(4))
         if move != "nothing":
             getattr(layer, move)(device="cpu")
+            assert layer.softmax_offset.device.type == "cpu"
         if softmax_type == "learnable":
             layer.softmax_offset.data.zero_()
         assert_same_bits(layer(q, k, v), expected(q, k, v))
