@@ -26,7 +26,7 @@ reads what the optimizer wrote, so it comes after it, and DDP's backward has wai
 
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -73,12 +73,12 @@ def offering(places: Places) -> Iterator[None]:
             offered.pop(p, None)
 
 
-def take(ctx: Any, results: Mapping[int, int]) -> tuple[Taken, ...]:
+def take(ctx: Any, first: int) -> tuple[Taken, ...]:
     """Take the offered places of the gradients that a backward is about to compute.
 
     Args:
         ctx: of an `autograd.Function`.
-        results: argument's number → that of the result which is its gradient.
+        first: of its arguments the first whose gradient is a result.
     """
     if torch._C._len_torch_dispatch_stack():
         return ()
@@ -89,11 +89,11 @@ def take(ctx: Any, results: Mapping[int, int]) -> tuple[Taken, ...]:
     found = []
     for number, node in zip(numbers, nodes, strict=True):
         p = getattr(node, "variable", None)  # of a node that accumulates
-        if p is not None and number in results and p in offered and _is_free(p, node):
+        if p is not None and p in offered and _is_free(p, node):
             place = offered.pop(p, None)
             if place is not None:
                 # Another tensor than the one that is kept: autograd copies what others hold.
-                found.append(Taken(results[number], p, place.detach()))
+                found.append(Taken(number - first, p, place.detach()))
     return tuple(found)
 
 

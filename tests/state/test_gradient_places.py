@@ -32,22 +32,17 @@ BF16, F32 = torch.bfloat16, torch.float32
 class Model(torch.nn.Module):
     """A layer with two weights, one of its own, and a loss; every weight lies at a multiple of 512 bytes."""
 
-    def __init__(
-        self, dtype: torch.dtype = BF16, tied: bool = False, bias: bool = True, attention: bool = False
-    ) -> None:
+    def __init__(self, dtype: torch.dtype = BF16, tied: bool = False, bias: bool = True) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.mlp: Any = te.LayerNormMLP(HIDDEN, HIDDEN, params_dtype=dtype, bias=bias)
-        if attention:  # one of its two weights is three parameters
-            self.mlp = te.MultiheadAttention(HIDDEN, 2, attention_dropout=0.0, input_layernorm=True, params_dtype=dtype)
+        self.mlp = te.LayerNormMLP(HIDDEN, HIDDEN, params_dtype=dtype, bias=bias)
         self.first, self.last = (te.Linear(HIDDEN, HIDDEN, params_dtype=dtype, bias=bias) for _ in range(2))
         if tied:
             self.last.weight = self.first.weight
         self.calls: Callable[[Any, torch.Tensor], torch.Tensor] = lambda layer, x: layer(x)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.mlp(x[:, None] if isinstance(self.mlp, te.MultiheadAttention) else x).view(x.shape)
-        return self.last(torch.tanh(self.calls(self.first, h))).float().square().mean()
+        return self.last(torch.tanh(self.calls(self.first, self.mlp(x)))).float().square().mean()
 
 
 def twice(layer: Any, x: torch.Tensor) -> torch.Tensor:
@@ -94,7 +89,6 @@ CASES: dict[str, Case] = {
     "torch.autograd.grad before": {"kept": "grad"},
     "a backward of some inputs": {"kept": "inputs"},
     "a frozen weight": {"kept": "frozen"},
-    "a weight in parts": {"model": {"attention": True}},
 }
 
 
@@ -227,7 +221,7 @@ def check(folder: Path, device: str, names: list[str]) -> None:
         assert device == "cuda" or copies[2:] == [6] * (STEPS - 2), copies  # a GPU measures and records a step each
 
 
-FAST = [*list(CASES)[::3], "tied weights", "a weight in parts"]
+FAST = [*list(CASES)[::3], "tied weights"]
 
 
 @pytest.mark.parametrize("names", [FAST, pytest.param(sorted({*CASES} - {*FAST}), marks=pytest.mark.slow)], ids=len)

@@ -357,7 +357,8 @@ class MultiheadAttention(TensorParallelParts, ContextGroup, OfAttention, DeviceD
         y, *normed = found if isinstance(found, tuple) else (found,)
         results = [y]
         if self.return_bias:
-            results.append(self.proj.returned_bias(dtype))
+            bias = self.proj.joined_bias()
+            results.append(None if bias is None else bias.to(dtype))
         results += [t.view(shape) for t in normed]
         return results[0] if len(results) == 1 else tuple(results)
 

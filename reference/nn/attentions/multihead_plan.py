@@ -113,13 +113,13 @@ def prepared(
         norms, of_norms, gamma = head_norms.norms_of(module, dtype, x.device)
         reads = reads if gamma is None else reads._replace(head_gamma=gamma)
     norm_weights = named(first, ("layer_norm_weight", "layer_norm_bias")) if has_norm else (None, None)
-    proj_bias = None if dropout is None and proj.return_bias else proj.bias_parts()
-    own: tuple[Any, ...] = (x, *norm_weights, first.weight_parts(), first.bias_parts(), proj.weight, proj_bias)
+    proj_bias = None if dropout is None and proj.return_bias else proj.joined_bias()
+    own: tuple[Any, ...] = (x, *norm_weights, first.joined_weight(), first.joined_bias(), proj.weight, proj_bias)
     tensors = own
     if crosses:
         key_value = modules["key_value"]
         contexts.append(key_value.context(dtype, is_first_microbatch, run))
-        tensors = (*own, source, key_value.weight_parts(), key_value.bias_parts(), added, *of_norms)
+        tensors = (*own, source, key_value.joined_weight(), key_value.joined_bias(), added, *of_norms)
     elif added is not None or of_norms:
         tensors = (*own, None, None, None, added, *of_norms)
     if fp8 is not None:

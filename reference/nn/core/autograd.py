@@ -116,9 +116,9 @@ class _Pair(torch.autograd.Function):
             freshen(ctx.kept)
         if not _PLAIN_SET.issuperset(map(type, grads)):  # a quantized gradient: it is read
             grads = tuple([g.numbers() if isinstance(g, QuantizedTensor) else g for g in grads])
-        takes = not compiling and bool(gradient_places.offered)
+        takes = not compiling and ctx.rows is None and bool(gradient_places.offered)
         if takes:
-            gradient_places.here.taken = gradient_places.take(ctx, _own_results(len(ctx.needs_input_grad), ctx.rows))
+            gradient_places.here.taken = gradient_places.take(ctx, _FIRST)
         try:
             results = _runner().backward(ctx.backward_function, ctx.plan, ctx.context, saved, grads, ctx.note)
         finally:
@@ -174,18 +174,6 @@ def _grouped(tensors: tuple[Any, ...], rows: Rows) -> tuple[Any, ...]:
     """The tensors with each weight's parts in a tuple."""
     left = iter(tensors)
     return tuple([next(left) if one is None else tuple([next(left) for _ in one]) for one in rows])
-
-
-def _own_results(count: int, rows: Rows | None) -> dict[int, int]:
-    """Of `_Pair`'s `count` arguments those whose gradient is a result of its own: argument → result."""
-    if rows is None:
-        return {number: number - _FIRST for number in range(_FIRST, count)}
-    found, number = {}, _FIRST
-    for result, one in enumerate(rows):
-        if one is None:
-            found[number] = result
-        number += 1 if one is None else len(one)
-    return found
 
 
 def _split(grads: Tensors, rows: Rows) -> Tensors:

@@ -14,7 +14,6 @@ import torch
 from reference.float8.kept_tensor import KeptTensor, operand
 from reference.float8.quantized_tensor import QuantizedTensor
 from reference.memory.offload_marks import mark_not_offload
-from reference.nn.core.parameters import joined
 from reference.recipe import Recipe
 from reference.recipes.quantized import (
     Accumulation,
@@ -176,7 +175,7 @@ class ModuleContext:
     def unwrap_weight(self, x: Any, trains: bool) -> Any:
         """A weight kept in FP8, in the form for the pair's functions: quantized, or dequantized outside of FP8.
 
-        A quantized tensor that is no weight is read: a layer casts its input by its own recipe. Parts come as one.
+        A quantized tensor that is no weight is read: a layer casts its input by its own recipe.
         """
         if isinstance(x, tuple):
             return self._unwrap_parts(x, trains)
@@ -197,9 +196,7 @@ class ModuleContext:
         return numbers
 
     def _unwrap_parts(self, parts: tuple[Any, ...], trains: bool) -> Any:
-        """A weight of several parts: as one, if each is kept in FP8 `Parts`, or dequantized outside of FP8."""
-        if not any(isinstance(one, QuantizedTensor) for one in parts):
-            return joined(parts)
+        """A weight of several parts, each kept in FP8: `Parts`, or dequantized outside of FP8."""
         found: Any = [self.unwrap_weight(one, trains) for one in parts]
         quantizer = self._quantizer_of(parts[0])
         if not quantizer.fp8:

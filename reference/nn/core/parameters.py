@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from reference.arguments import check_arguments, is_int
-from reference.recipes.quantized import stacked
 from reference.support.transforms import Unscripted
 
 
@@ -80,41 +79,6 @@ def split_sizes(layer: str, split: Split, out_features: int) -> dict[str, int]:
             f"distinct names whose sizes add up to out_features are accepted."
         )
     return sizes
-
-
-def adjoining(
-    sizes: Iterable[int], *rest: int, dtype: torch.dtype, device: torch.device | str | None
-) -> list[torch.nn.Parameter]:
-    """Uninitialised parameters `[size, *rest]`, one after another in one piece of memory, so that `joined` copies none.
-
-    They count their changes together, as views of one tensor do.
-    """
-    sizes = list(sizes)
-    whole = torch.empty(sum(sizes), *rest, dtype=dtype, device=device)
-    return [torch.nn.Parameter(part) for part in whole.split(sizes)]
-
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-
-
-def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Parts of one parameter, by rows, as one tensor, under no_grad: a view of `adjoining` ones, else a copy.
-
-    A copy also where a compiler traces, which sees no addresses, and where a mode sees each op: a recording names what
-    an op reads, and a view of several has no name.
-    """
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
-        return stacked(list(parts))
-    first, address = parts[0], 0
-    for x in parts:
-        plain = type(x) in _PLAIN and x.device.type != "meta" and x.dtype is first.dtype and x.is_contiguous()
-        if not plain or address not in (0, x.data_ptr()):
-            return stacked(list(parts))
-        address = x.data_ptr() + x.nbytes
-    storage = first.untyped_storage()
-    if address > storage.data_ptr() + storage.nbytes():  # neighbours by chance
-        return stacked(list(parts))
-    return first.as_strided((sum(map(len, parts)), *first.shape[1:]), first.stride())
 
 
 @contextlib.contextmanager

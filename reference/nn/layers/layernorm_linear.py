@@ -239,10 +239,10 @@ class LayerNormLinear(LinearBase):
         dtype = activation_dtype(inp)
         context = self.context(dtype, is_first_microbatch)
         self.check_ranks(inp)
-        parameters = (self.layer_norm_weight, self.layer_norm_bias, self.weight_parts())
-        tensors = (rows_of(inp), *parameters, None if self.return_bias else self.bias_parts())
+        bias = self.joined_bias()
+        parameters = (self.layer_norm_weight, self.layer_norm_bias, self.joined_weight())
+        tensors = (rows_of(inp), *parameters, None if self.return_bias else bias)
         plan = Plan(dtype, wanted(*tensors), context.key, norm_plan(self), self.return_layernorm_output)
         results = differentiable(forward, backward, plan, context, *tensors)
         lead = self.lead(inp, gathers=self.parallel_mode == "column", scatters=False)
-        bias = self.returned_bias(dtype) if self.return_bias else None
         return with_extras(self, inp, results, self.out_features, bias, dtype, lead)

@@ -14,7 +14,6 @@ these rounding points is Transformer Engine's (`module/linear.py`).
 """
 
 from collections.abc import Callable, Hashable, Sequence
-from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +24,7 @@ from reference.nn.core.autograd import differentiable, wanted
 from reference.nn.core.checks import activation_dtype, check_input
 from reference.nn.core.context import ModuleContext
 from reference.nn.core.module import TransformerEngineBaseModule
-from reference.nn.core.parameters import InitMethod, Split, adjoining, forked, named, parameter_dtype, split_sizes
+from reference.nn.core.parameters import InitMethod, Split, forked, named, parameter_dtype, split_sizes
 from reference.recipes.quantized import Operand, Quantized, Stacked, Weight, dgrad, fprop, rows_of, stacked
 from reference.recipes.roles import Roles, columns_of_parts, linear_map
 from reference.support.nested import Tensors
@@ -175,13 +174,12 @@ class LinearBase(TransformerEngineBaseModule):
         self.part_rows = tuple(parts.values())
         if self.tp_size > 1:
             self._take_roles()
-        weights = adjoining(parts.values(), self.in_features, dtype=dtype, device=device)
-        for name, weight in zip(self.weight_names, weights, strict=True):
-            self.register_parameter(name, weight)
-        biases = adjoining(parts.values() if self.use_bias else (), dtype=dtype, device=device)
-        for name, bias in zip_longest(self.bias_names, biases):
+        for name, size in zip(self.weight_names, parts.values(), strict=True):
+            weight = torch.empty(size, self.in_features, dtype=dtype, device=device)
+            self.register_parameter(name, torch.nn.Parameter(weight))
+        for name, size in zip(self.bias_names, parts.values(), strict=True):
             if self.use_bias:
-                self.register_parameter(name, bias)
+                self.register_parameter(name, torch.nn.Parameter(torch.empty(size, dtype=dtype, device=device)))
             else:
                 setattr(self, name, torch.empty(0, dtype=dtype, device=device))
         self.mark_parameters()
@@ -223,22 +221,22 @@ class LinearBase(TransformerEngineBaseModule):
     def delayed_weights(self) -> list[str]:
         return ["weight"]
 
-    def weight_parts(self) -> Any:
-        """The weight as `differentiable` takes it: `[out, in]`, or a tuple of several, by rows."""
+    def joined_weight(self) -> Any:
+        """The weight `[out, in]`, its parts concatenated; several that are kept in FP8 as a tuple."""
         only = self._parameters.get(self.weight_names[0]) if len(self.weight_names) == 1 else None
-        return _parts(self, self.weight_names) if only is None else only  # without a call in most steps
+        if only is not None:  # without the calls below, in each step
+            return only
+        parts = named(self, self.weight_names)
+        if len(parts) > 1 and self.quantized_init is not None:
+            return tuple(parts)
+        return _joined(parts)
 
-    def bias_parts(self) -> Any:
-        """The bias in the same way, `[out]`; None without one."""
+    def joined_bias(self) -> torch.Tensor | None:
+        """The bias `[out]`, or None."""
         if not self.use_bias:
             return None
         only = self._parameters.get(self.bias_names[0]) if len(self.bias_names) == 1 else None
-        return _parts(self, self.bias_names) if only is None else only
-
-    def returned_bias(self, dtype: torch.dtype) -> torch.Tensor | None:
-        """The bias `[out]` in `dtype`, for who adds it later (`return_bias`)."""
-        parts = self.bias_parts()
-        return None if parts is None else _whole(parts).to(dtype)
+        return _joined(named(self, self.bias_names)) if only is None else only
 
     def extra_repr(self) -> str:
         recipe = self.fp8_meta.get("recipe")
@@ -246,13 +244,8 @@ class LinearBase(TransformerEngineBaseModule):
         return text if recipe is None else f"{text}, recipe={recipe}"
 
 
-def _parts(module: torch.nn.Module, names: Sequence[str]) -> Any:
-    found = named(module, names)
-    return found[0] if len(found) == 1 else tuple(found)
-
-
-def _whole(parts: Any) -> torch.Tensor:
-    return stacked(list(parts)) if type(parts) is tuple else parts
+def _joined(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return tensors[0] if len(tensors) == 1 else stacked(tensors)
 
 
 class Linear(LinearBase):
@@ -358,10 +351,11 @@ class Linear(LinearBase):
         dtype = activation_dtype(inp)
         context = self.context(dtype, is_first_microbatch)
         self.check_ranks(inp, row)
-        tensors = (rows_of(inp), self.weight_parts(), None if self.return_bias else self.bias_parts())
+        bias = self.joined_bias()
+        tensors = (rows_of(inp), self.joined_weight(), None if self.return_bias else bias)
         plan = Plan(dtype, wanted(*tensors), context.key)
         out = differentiable(forward, backward, plan, context, *tensors)
         out = out.view(*self.lead(inp, gathers=column, scatters=row), self.out_features)
         if self.return_bias:
-            return out, self.returned_bias(dtype)
+            return out, None if bias is None else bias.to(dtype)
         return out

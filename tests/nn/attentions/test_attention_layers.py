@@ -118,7 +118,7 @@ def test_projection_layouts(groups: int, fused: tuple[bool, bool], same_bits) ->
         ["weight", "bias"] if fuse else [f"{p}_{k}" for k in ("weight", "bias") for p in ("query", "key", "value")]
     )
     x = numbers(6, 10, 2, 64).bfloat16()
-    weight, per = torch.cat(layer.qkv.parts_of("weight")).detach(), 4 // groups
+    weight, per = layer.qkv.joined_weight().detach(), 4 // groups
     order = torch.arange((4 + 2 * groups) * 16)
     if interleaved:
         rows = order.view(groups, per + 2, 16)

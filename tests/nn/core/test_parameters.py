@@ -30,6 +30,14 @@ LAYERS: dict[str, Callable[[], torch.nn.Module]] = {
 }
 
 
+@pytest.mark.parametrize("name", LAYERS)
+def test_each_parameter_has_memory_of_its_own(name: str) -> None:
+    """Programs that save a model drop what shares a storage with another parameter, or refuse it."""
+    parameters = list(LAYERS[name]().parameters())
+    assert len({x.untyped_storage().data_ptr() for x in parameters}) == len(parameters)
+    assert all(x.untyped_storage().nbytes() == x.nbytes for x in parameters)
+
+
 @pytest.fixture
 def group(tmp_path: Path) -> Iterator[None]:
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)

@@ -16,11 +16,9 @@ from hypothesis import strategies as st
 from shared import training_pairs, unfused_step
 from shared.linear_cases import DTYPES, RECIPES, numbers
 from shared.training_pairs import train_both
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import optimized
 import reference as te
-from reference.nn.core.parameters import joined
 from reference.numbers import formats, tensor_core
 
 GROWTH = (1.0, 4.0, 0.25, 1.0, 100.0, 1.0, 1e-3, 1.0)
@@ -207,66 +205,6 @@ def test_split_parameters_are_one_layer(same_bits) -> None:
     same_bits(torch.cat([split.query_weight.grad, split.key_weight.grad]), whole.weight.grad)
     even = te.Linear(32, 48, parameters_split=("q", "k", "v"), bias=False)
     assert [tuple(p.shape) for p in even.parameters()] == [(16, 32)] * 3
-
-
-def test_parts_that_a_layer_makes_are_read_where_they_lie(same_bits) -> None:
-    """As one matrix, without a copy; parts that lie elsewhere are copied together."""
-    layer = te.Linear(32, 48, parameters_split={"query_": 16, "key": 32})
-    memory = bytearray(8)
-    neighbours = [torch.frombuffer(memory, dtype=torch.float32, count=1, offset=start) for start in (0, 4)]
-    with torch.no_grad():
-        for parts in ([layer.query_weight, layer.key_weight], [layer.query_bias, layer.key_bias]):
-            found = joined(parts)
-            same_bits(found, torch.cat(parts))
-            assert found.data_ptr() == parts[0].data_ptr()
-            for others in (parts[::-1], [parts[0], parts[1].clone()], [parts[0], parts[0]], neighbours):
-                found = joined(others)
-                same_bits(found, torch.cat(others))
-                assert found.data_ptr() != others[0].data_ptr()
-
-
-class Seen(TorchDispatchMode):
-    """A mode to which each op is shown, as in a recording."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("fp8", [False, True])
-def test_words_do_not_depend_on_where_parts_lie(fp8: bool, same_bits) -> None:
-    def results(layer: Any) -> list[torch.Tensor]:
-        x = numbers(14, 8, 32).to(torch.bfloat16).requires_grad_()
-        with te.autocast(enabled=fp8, recipe=RECIPES[0]):
-            y = layer(x)
-        y.float().square().sum().backward()
-        return [y, x.grad, *(p.grad for p in layer.parameters())]
-
-    torch.manual_seed(4)
-    options: dict[str, Any] = {"parameters_split": ("q", "k", "v"), "params_dtype": torch.bfloat16}
-    made = te.LayerNormLinear(32, 48, **options)
-    apart, frozen, seen = (copy.deepcopy(made) for _ in range(3))
-    for p in apart.parameters():
-        p.data = p.data.clone()
-    frozen.k_weight.requires_grad_(False)
-    expected = results(made)
-    for found, wanted in zip(results(apart), expected, strict=True):
-        same_bits(found, wanted)
-    with Seen():
-        for found, wanted in zip(results(seen), expected, strict=True):
-            same_bits(found, wanted)
-    for found, wanted, p in zip(results(frozen)[2:], expected[2:], frozen.parameters(), strict=True):
-        assert (found is None) == (p is frozen.k_weight)
-        if found is not None:
-            same_bits(found, wanted)
-
-
-def test_a_part_that_changes_before_backward_is_refused() -> None:
-    layer = te.Linear(32, 48, parameters_split=("q", "k", "v"), params_dtype=torch.bfloat16)
-    y = layer(numbers(14, 8, 32).to(torch.bfloat16).requires_grad_())
-    with torch.no_grad():
-        layer.k_weight.add_(1)
-    with pytest.raises(RuntimeError, match="an input or a weight"):
-        y.sum().backward()
 
 
 def test_return_bias(same_bits) -> None:
