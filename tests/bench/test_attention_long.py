@@ -49,6 +49,14 @@ def test_attention_over_many_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     is_table(ran.tables[1], ran.tables[1].columns, cells)
 
 
+@pytest.mark.parametrize("batch", attention_long.BATCHES)
+@pytest.mark.parametrize("keys", attention_long.KEYS)
+def test_l2_holds_no_caches_from_one_round_to_the_next(batch: int, keys: int) -> None:
+    """The caches of a graph, keys and values in 16 bits, are together larger than an H200's L2."""
+    each = batch * keys * 2 * attention_long.GROUPS * attention_long.D * 2
+    assert attention_long._calls(batch, keys) * each > 60 << 20
+
+
 @pytest.mark.parametrize("way", attention_long.WAYS)
 def test_each_way_is_what_it_is_called(way: str) -> None:
     """Which kernels a step of one token launches."""

@@ -3,13 +3,18 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.device_mesh
+import torch.distributed.fsdp
 import torch.multiprocessing
 from shared.processes import ranks
 
 from optimized.bench.models import data_parallel
-from optimized.bench.models.data_parallel import Stack
+from optimized.bench.models.data_parallel import FSDP, Stack, Way
 from optimized.bench.models.on_ranks import OURS
 
 
@@ -26,6 +31,24 @@ def test_each_way_of_ours_makes_steps(tmp_path: Path, monkeypatch: pytest.Monkey
         shares = {row["way"]: share for row, share, _ in data_parallel.speedups(of_model)}
         assert [*shares] == [way.name for way in ways]
         assert shares[ways[0].name] == 1
+
+
+def test_the_weights_with_which_backward_begins_stay_after_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the last layers; all others are given up, and no layer is left out."""
+    units: list[tuple[Any, bool]] = []
+
+    def fully_shard(unit: Any, mesh: Any, reshard_after_forward: bool = True) -> None:
+        units.append((unit, reshard_after_forward))
+
+    monkeypatch.setattr(dist, "get_world_size", lambda *group: 2)
+    monkeypatch.setattr(torch.distributed.device_mesh, "init_device_mesh", lambda *given: None)
+    monkeypatch.setattr(torch.distributed.fsdp, "fully_shard", fully_shard)
+    monkeypatch.setattr(data_parallel, "copy_engine_all_gather", lambda model: None)
+    case = replace(data_parallel.CASE, hidden=32, ffn=64, heads=2, sequence=16, batch=1)
+    data_parallel.stepper(Way(OURS, FSDP), case, Stack(5, 2), torch.device("cpu"))
+    *parts, (model, _) = units
+    assert [layer for unit, _ in parts for layer in unit] == list(model)
+    assert [given_up for _, given_up in parts] == [True, True, False]
 
 
 def test_a_table_says_how_many_layers_are_sharded_together() -> None:

@@ -1,6 +1,8 @@
 """A picture of a committed result is what its program draws of that result today, dot by dot."""
 
 import io
+import runpy
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,10 @@ PICTURES: dict[str, Callable[[], None]] = {
     "train": of(train, "train"),
     "training": training_plot.main,
 }
+PROGRAMS = [
+    *(bandwidth_plot, attention_plot, gemm_shapes, ladder, layer_plot, layer_sweep, speed_plot),
+    *(seeds, several_gpus_plot, single_gpu_plot, train, training_plot),
+]
 OTHERS = {"elementary", "gemm_roofline", "report"}  # of no result
 
 
@@ -63,3 +69,16 @@ def test_a_picture_is_what_its_program_draws(name: str) -> None:
 def test_every_picture_of_a_result_is_compared() -> None:
     found = {path.stem for path in (measure.ROOT / "docs").glob("*.png")}
     assert found == PICTURES.keys() | OTHERS
+
+
+class ReadError(Exception):
+    """A program asked for a result."""
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__.split(".")[-1])
+def test_who_runs_a_program_draws_and_who_imports_it_does_not(program: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "read_result", mock.Mock(side_effect=ReadError))
+    monkeypatch.setattr(sys, "argv", [program.__file__])
+    runpy.run_path(program.__file__, run_name="imported")
+    with pytest.raises(ReadError):
+        runpy.run_path(program.__file__, run_name="__main__")

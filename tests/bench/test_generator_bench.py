@@ -8,7 +8,9 @@ from unittest import mock
 import pytest
 import torch
 from shared.generator_sizes import CASE, SMALL
+from torch.overrides import TorchFunctionMode
 
+from optimized import measure
 from optimized.bench.models import generator
 from optimized.bench.models import generator_contestants as contestants
 
@@ -58,6 +60,64 @@ def test_contestants_take_turns_where_their_caches_fit_together(monkeypatch: pyt
         generator.decoding(generator._Run(1e9), CASE, 64, 1, "cpu", lambda: ticks.append(1))
     assert groups == [names, *([name] for name in names)]
     assert len(ticks) == 2
+
+
+@pytest.mark.parametrize(("segment", "counts"), [(111, 10), (112, 8)])
+def test_a_text_of_one_segment_is_not_decoded_twice(segment: int, counts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In segments it would be the same chain; a text of one token more has two."""
+    names: list[str] = []
+    for name in ("Model", "Engine", "Weights", "Loop"):
+        monkeypatch.setattr(generator, name, mock.Mock())
+    monkeypatch.setattr(generator, "_rows", lambda run, blocks, *rest: names.extend(blocks) or [])
+    with mock.patch.multiple(generator, **SMALL, SEGMENT=segment):
+        generator.decoding(generator._Run(1e9), CASE, 64, 1, "cpu", lambda: None)
+    assert len(names) == counts
+    assert (generator.SEGMENTED in names) == (counts > 8)
+
+
+def test_hugging_faces_speed_stands_beside_ours() -> None:
+    """At each size at which it decodes, ours does, too; otherwise a row of the table had no number of ours."""
+    assert set(generator.THEIR_PAIRS) <= set(generator.PAIRS)
+
+
+class OnACpu(TorchFunctionMode):
+    """Tensors that are to be made on a GPU are made on the CPU."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = dict(kwargs or {})
+        if given.get("device") == "cuda":
+            given["device"] = "cpu"
+        return function(*args, **given)
+
+
+@torch.no_grad()
+def test_attentions_that_are_timed_side_by_side_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each query with all keys: a query that did not see the last ones would be a hundredth off."""
+    found: list[Any] = []
+    monkeypatch.setattr(measure, "graph", lambda call, calls: found.append(call(calls - 1)))
+    monkeypatch.setattr(measure, "interleave", lambda graphs, *rest: {})
+    now, case = generator._Run(1e9), replace(CASE, heads=8)
+    torch.manual_seed(0)
+    with mock.patch.multiple(generator, PAIRS=((1, 2048),), CALLS=2), OnACpu():
+        generator.attention(now, case, 1)
+    assert now.missing.keys() <= {"attention alone, cuDNN, context 2048"}  # a CPU has none
+    (ours, *_), theirs = found
+    exact = theirs[0].transpose(0, 1).double()  # [queries, heads of keys, channels]
+    assert float((ours.view_as(exact) - exact).norm() / exact.norm()) < 0.005
+
+
+def test_a_gib_of_a_cache_is_a_power_of_two() -> None:
+    sizes = {"without pages": (3 << 29, 5 << 30), "in pages": (1 << 28, 7 << 28)}
+    rows = [{"name": name, "bytes": held, "peak_bytes": most} for name, (held, most) in sizes.items()]
+    payload: dict[str, Any] = {
+        **{"rows": [], "attention": [], "transformers": None, "sizes": {"layers": 4, "vocabulary": 9}},
+        "memory": {"sequences": 3, "tokens": 4321, "longest": 8192, "page": 128, "rows": rows},
+        "provenance": {"date": "2026-01-02T03:04:05", "cuda": "13", "torch": "2", "cupy": "14", "kernels": {}},
+    }
+    found = generator.tables(payload)[-1]
+    assert found.columns[1:] == ("cache, GiB", "at most, GiB")
+    assert found.rows == (("without pages", "1.50", "5.00"), ("in pages", "0.25", "1.75"))
+    assert "3 sequences with 4,321 tokens together, of up to 8,192, in 4 layers" in found.how
 
 
 def test_a_part_that_fails_or_comes_too_late_leaves_a_sentence() -> None:

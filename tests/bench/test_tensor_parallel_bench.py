@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.multiprocessing
 from shared.processes import ranks
 
@@ -28,6 +29,17 @@ def test_a_layer_that_ranks_share_is_timed_with_and_without_communication(
     shared = rows[1:]
     assert all(row[name]["median"] > 0 for row in shared for name in ("communication alone", "without communication"))
     assert shared[0]["bytes"] == shared[1]["bytes"] > 0  # of few tokens they are one way
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_ranks_that_share_a_layer_share_its_tokens(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, shapes = replace(tensor_parallel.CASE, hidden=16, sequence=48), list[list[int]]()
+    layer = torch.nn.Linear(16, 16, bias=False).to(case.dtype)
+    layer.register_forward_pre_hook(lambda _, given: shapes.append(list(given[0].shape)))
+    monkeypatch.setattr(dist, "get_world_size", lambda *group: 2)
+    monkeypatch.setattr(tensor_parallel, "_in_fp8", lambda *given: layer)
+    tensor_parallel.stepper(Way(OURS, shared), case, torch.device("cpu"))()
+    assert shapes == [[24 if shared else 48, 1, 16]]
 
 
 def test_pytorchs_layer_is_the_plain_llama(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,6 +77,14 @@ def test_the_step_of_median_length_is_kept() -> None:
     assert found["step"] == "x"
 
 
+def test_times_have_a_tenth_of_a_microsecond() -> None:
+    """Both the start, which counts from the step's first kernel, and the duration."""
+    step: list[Event] = [("cast_transpose", 1000.25, 1003.5), ("gemm", 1004.75, 1012.0625)]
+    (_, *first), (_, *second) = timeline.described(contestant(), [step])["kernels"]
+    for found, (start, duration) in ((first, (0.0, 3.25)), (second, (4.5, 7.3125))):
+        assert found[:2] == pytest.approx([start, duration], abs=0.0501)
+
+
 @pytest.mark.parametrize("steps", [[], [[]], [[("gemm", 0, 1)], [("gemm", 0, 1), ("gemm", 1, 2)]]])
 def test_steps_that_differ_or_are_empty_are_refused(steps: list[list[Event]]) -> None:
     with pytest.raises(RuntimeError, match="x / y: the steps have"):

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import types
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,39 @@ def test_the_trainer_trains_each_way(way: trainer.Way) -> None:
     assert 4 < found["loss"] < 6  # it knows nothing: ln 128 is 4.85
     assert found["peak_bytes"] == 7 << 30
     assert noted == ["synchronize"] * 2 + ["reset"] + ["synchronize"] * 3
+
+
+@pytest.mark.parametrize(("steps", "warm_up"), [(3, 2), (1, 4)])
+def test_each_step_of_the_trainer_has_samples_of_its_own(
+    steps: int, warm_up: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many are drawn as all steps take; the library is one that is made up, and trains nothing."""
+    asked: list[tuple[dict[str, Any], list[Any]]] = []
+
+    class Trainer:
+        def __init__(self, model: None, arguments: dict[str, Any], train_dataset: list[Any], callbacks: Any) -> None:
+            asked.append((arguments, train_dataset))
+            self.callbacks, self.steps = callbacks, arguments["max_steps"]
+
+        def remove_callback(self, one: type) -> None:
+            pass
+
+        def train(self) -> Any:
+            for one in self.callbacks * self.steps:
+                one.on_step_end()
+            return types.SimpleNamespace(training_loss=1.5)
+
+    library: Any = types.ModuleType("transformers")
+    library.TrainerCallback = library.PrinterCallback = object
+    library.Trainer, library.TrainingArguments = Trainer, lambda folder, **given: given
+    monkeypatch.setitem(sys.modules, "transformers", library)
+    nothing = {name: lambda: None for name in ("synchronize", "reset_peak_memory_stats")}
+    with mock.patch.multiple(torch.cuda, max_memory_allocated=lambda: 7, **nothing):
+        found = trainer.trained(mock.Mock(), SIZES, steps, warm_up, "cpu")
+    ((arguments, rows),) = asked
+    assert len(rows) == arguments["max_steps"] * arguments["per_device_train_batch_size"]
+    assert len({tuple(row["input_ids"].tolist()) for row in rows}) == len(rows)
+    assert (found["loss"], found["peak_bytes"], len(found["samples"])) == (1.5, 7, steps)
 
 
 @pytest.mark.integration

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+import types
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,22 @@ def test_info_on_a_complete_machine(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     monkeypatch.setattr(device, "problems", list)
     assert main(["info"]) == 0
     assert "Both sides run here" in capsys.readouterr().out
+
+
+def test_info_has_each_gpu_and_its_memory(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its GiB are of 2^30 bytes: an H200 has 150 GB, which are 140."""
+    monkeypatch.setattr(device, "problems", list)
+    sizes = [150_109_880_320, 80 << 30]
+    every = [types.SimpleNamespace(name=f"[H{i}]", major=9, minor=i, total_memory=size) for i, size in enumerate(sizes)]
+    for name, value in (
+        ("is_available", lambda: True),
+        ("device_count", lambda: len(every)),
+        ("get_device_properties", every.__getitem__),
+    ):
+        monkeypatch.setattr(torch.cuda, name, value)
+    assert main(["info"]) == 0
+    found = re.findall(r"^ *GPU +(.*?) *$", capsys.readouterr().out, re.M)
+    assert found == ["[H0], compute capability 9.0, 140 GiB", "[H1], compute capability 9.1, 80 GiB"]
 
 
 @pytest.mark.parametrize(

@@ -149,6 +149,23 @@ def test_columns_stand_side_by_side_as_far_as_no_word_is_cut() -> None:
         assert [one for part in parts for one in part[1:]] == columns
 
 
+@pytest.mark.parametrize("narrower", range(12))
+def test_a_table_that_fits_breaks_no_cell(narrower: int) -> None:
+    """One that does not is as narrow as it must be: some cells have two lines, and no word is cut."""
+    rows = [["128 rows of 256 numbers", "41 of 50 GB/s"], ["64 rows of 8 numbers", "a few"]]
+    columns = [list(column) for column in zip(["shape", "speed"], *rows, strict=True)]
+    borders = 4 + 3  # two blanks of each column, and the lines before, between and after
+    width = sum(max(map(len, column)) for column in columns) + borders - narrower
+    console = Console(file=io.StringIO(), width=width, force_terminal=False)
+    console.print(bench._shown(columns, width))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert max(map(len, text.splitlines())) <= width
+    shown = cells(text)
+    assert (shown == rows) == (narrower == 0)
+    for cell in (cell for row in rows for cell in row):
+        assert set(cell.split()) <= {word for row in shown for part in row for word in part.split()}
+
+
 @pytest.mark.parametrize("asked", [[], ["--op", "a"], ["--replay", "--op", "b"]])
 def test_parity_counts_words_and_says_who_was_compared(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Three comparisons that are made up, one of which differs; with a GPU, as it were."""

@@ -3,16 +3,18 @@
 import os
 import signal
 import time
+import types
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from shared import processes
 from shared.recorded_steps import RECIPES, made, recorded
 from shared.training_text import TEXT
 
 from optimized import measure
-from optimized.commands import CommandError, main, outputs
+from optimized.commands import CommandError, main, outputs, train
 from optimized.training import checkpoint, corpus
 from optimized.training.metrics import Metrics
 from optimized.training.settings import SIZES, Settings
@@ -170,6 +172,22 @@ def test_numbers_that_no_machine_has_room_for(
 ) -> None:
     refused(["train", text, *SMALL, *option, "--output", tmp_path / "new"], sentence)
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("where", ["cpu", "cuda"])
+def test_a_step_that_cannot_fit_is_refused_in_gib(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 2^30 bytes: what it needs, the inputs of two layers for the most part, and what the machine has."""
+    room = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": (96 << 30) // 4096}
+    monkeypatch.setattr(os, "sysconf", room.__getitem__)
+    gpu = types.SimpleNamespace(total_memory=96 << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    inputs = 2 * 2 * 64 * 128  # of a row, in 16 bits
+    sizes = {"layers": 2, "sequence": 64, "hidden": 128}
+    train._check_memory(Settings(rows=(95 << 30) // inputs, **sizes), torch.device(where))
+    rows = (128 << 30) // inputs
+    sentence = rf"^twin train: {rows} rows of 64 bytes need more than 128 GiB, and this machine has 96: fewer --rows "
+    with pytest.raises(CommandError, match=sentence):
+        train._check_memory(Settings(rows=rows, **sizes), torch.device(where))
 
 
 def test_sizes_fit_and_wrong_settings_are_named() -> None:

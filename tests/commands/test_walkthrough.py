@@ -16,14 +16,15 @@ from optimized.commands import (
     walkthrough,
 )
 from optimized.commands.report import Report
-from optimized.commands.steps import Outcome, recorded, speed, training, tutorial
+from optimized.commands.steps import Outcome, linear, recorded, speed, training, tutorial
 from optimized.commands.steps.style import styled
-from optimized.recordings import linear
+from optimized.compare import Tally
+from optimized.recordings import linear as linear_recordings
 from optimized.recordings import tensor_core as recordings
 from optimized.training import corpus, monitor
 from optimized.training.settings import Settings
 from optimized.training.trainer import Trainer
-from reference.numbers import tensor_core
+from reference.numbers import formats, tensor_core
 
 TINY = replace(Settings(), steps=3, rows=2, hidden=32, sequence=16)
 
@@ -37,9 +38,9 @@ def test_walkthrough_on_both_sides(tmp_path: Path) -> None:
 @pytest.fixture
 def fewer_recordings(monkeypatch: pytest.MonkeyPatch) -> None:
     """`twin parity` replays all (tests/recordings/test_parity.py)."""
-    listed, steps = list(recordings.products()), dict(itertools.islice(linear.CASES.items(), 2))
+    listed, steps = list(recordings.products()), dict(itertools.islice(linear_recordings.CASES.items(), 2))
     monkeypatch.setattr(recordings, "products", lambda: iter(listed[::6]))
-    monkeypatch.setattr(linear, "CASES", steps)
+    monkeypatch.setattr(linear_recordings, "CASES", steps)
 
 
 @pytest.mark.usefixtures("fewer_recordings")
@@ -107,6 +108,64 @@ def test_the_tutorial_runs_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> Non
     assert tally.compared > 1_000_000
 
 
+@pytest.mark.parametrize("there", [False, True])
+def test_a_linear_runs_on_both_sides(there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All words of the three steps of the library's, with the CPU as its own twin; without a GPU none is compared."""
+    monkeypatch.setattr(linear, "hopper", lambda: torch.device("cpu") if there else None)
+    found, tally = linear.variants()
+    assert tally.compared == there * sum(x.numel() for one in found[1:] for x in one.results.values())
+    assert tally.equal == there
+
+
+def results(y: list[float]) -> tutorial.Results:
+    """Of a layer whose dx and gradient are always the same."""
+    return {"y": torch.tensor(y), "dx": torch.tensor([[3.0], [4.0]]), "fc1.weight": torch.tensor([-2.0, 0.5])}
+
+
+def test_the_table_of_the_tutorial_counts_words_that_differ() -> None:
+    """Of all tensors together, against the row above; the noise of a hundredth of the energy is 20 dB."""
+    numbers = {"one": [1.0, 2, 3, 4], "two": [1.0, 2, 3, 4], "three": [1.0, 2.5, 2.75, 4], "four": [1.0, 2.5, 3, 4]}
+    found = [tutorial.Step(name, results(y)) for name, y in numbers.items()]
+    exact = {name: x.double() / 1.1 for name, x in found[0].results.items()}
+    rows = tutorial.rows(found, exact)
+    assert [row[:3] for row in rows] == [
+        ["one", "", ""],
+        ["two", "equal, every bit", "0"],
+        ["three", "25 % of words differ", "0.5"],  # two of eight
+        ["four", "12 % of words differ", "0.25"],
+    ]
+    assert rows[0][3:] == rows[1][3:] == ["20.0 dB"] * 3
+    assert [row[4:] for row in rows] == [["20.0 dB"] * 2] * 4
+    infinite = tutorial.rows(found[:1], {name: x.double() for name, x in found[0].results.items()})
+    assert infinite == [["one", "", "", "inf dB", "inf dB", "inf dB"]]
+
+
+@pytest.mark.parametrize(
+    ("fused", "tally", "equal"),
+    [
+        (0.0, Tally(), True),
+        (0.5, Tally(), False),
+        (0.0, Tally(10, 0), True),
+        (0.5, Tally(10, 0), False),
+        (0.0, Tally(10, 1), False),
+    ],
+)
+def test_the_tutorial_is_equal_if_both_comparisons_are(
+    fused: float, tally: Tally, equal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fused against unfused, and, where there is a GPU, against the GPU."""
+    steps = [tutorial.Step("apart", results([1.0])), tutorial.Step("fused", results([1.0 + fused]), "apart")]
+    steps += [tutorial.Step(f"FP8, {n}", results([2.0])) for n in range(3)]
+    exact = {name: x.double() + 1 for name, x in steps[0].results.items()}
+    monkeypatch.setattr(tutorial, "steps", lambda tick: (steps, exact, tally))
+    monkeypatch.setattr(tutorial, "_write", lambda *given: None)
+    report = Report("title", "introduction")
+    outcome = tutorial.run(report, lambda name, total: lambda: None)
+    assert outcome.equal == equal
+    assert f"5 words compared, {int(fused > 0)} different" in outcome.result
+    assert (f"GPU: {tally}" in outcome.result) == ("Hopper" in report.html()) == (tally.compared > 0)
+
+
 @pytest.mark.usefixtures("fewer_recordings")
 def test_walkthrough_fails_when_a_word_differs(
     no_gpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -131,6 +190,13 @@ def test_training_learns_and_is_watched() -> None:
     key = ("layer 0 fc1", "grad_output")
     assert one.scale[key][1] == np.float32(57344) / np.float32(one.amax[key][0])
     assert one.codes["first step", "grad_output"].sum() == settings.rows * settings.sequence * settings.hidden
+    # So the weights fill their range at the end, and at the beginning they did not.
+    values = torch.tensor([abs(formats.E4M3.value(code)) for code in range(256)]).nan_to_num(0.0)
+    largest = {
+        moment: float(values[codes > 0].max()) for (moment, name), codes in one.codes.items() if name == "weight"
+    }
+    assert largest["first step"] < 1
+    assert 224 < largest["last step"] <= 448
 
 
 def test_training_and_writing_use_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,6 +103,22 @@ def test_each_part_of_a_layer_is_in_one_box() -> None:
         assert sum(box.contains(*text.get_position()) for box in boxes) == 1, text
 
 
+def test_each_layer_has_more_from_the_library_than_the_one_before() -> None:
+    """From nothing to everything; a part that is in a coloured box once stays in one."""
+    (axes,) = tutorial.boxes_picture().axes
+    boxes = [one for one in axes.patches if isinstance(one, Rectangle)]
+    plain, columns = boxes[0].get_facecolor(), sorted({one.get_x() for one in boxes})
+    found = []
+    for column in columns:
+        coloured = [one for one in boxes if one.get_x() == column and one.get_facecolor() != plain]
+        middles = [one.get_bbox() for one in coloured]
+        at = column + boxes[0].get_width() / 2
+        found.append({row for row in range(len(tutorial.PARTS)) for box in middles if box.contains(at, row + 0.5)})
+    assert found[0] == set()
+    assert all(before <= now for before, now in itertools.pairwise(found))
+    assert found[-2] == found[-1] == set(range(len(tutorial.PARTS)))
+
+
 @pytest.mark.parametrize("value", [0.35, 1.0, 0.013, 3.7, 1e-5])
 def test_the_formula_beside_the_bits_has_their_value(value: float) -> None:
     formulas = [text.get_text() for text in number_line.bits_picture(value).axes[0].texts if "2^" in text.get_text()]
@@ -236,6 +252,8 @@ def test_bars_are_as_high_as_the_table_says(ways: list[linear.Variant]) -> None:
     heights = [bar.get_height() for container in bars.containers for bar in container]
     assert [f"{height:.1f} dB" for height in heights] == [row[2] for row in linear.rows(ways)]
     assert max(heights) < bars.get_ylim()[1]
+    sides = sorted((bar.get_x(), bar.get_x() + bar.get_width()) for container in bars.containers for bar in container)
+    assert all(end < start for (_, end), (start, _) in itertools.pairwise(sides)), "no bar hides another"
     for axes, way in zip(clouds, ways[2:], strict=True):
         points = np.asarray(axes.collections[0].get_offsets())
         for column, one in zip(points.T, (ways[0], way), strict=True):

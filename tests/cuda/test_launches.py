@@ -4,6 +4,7 @@ import collections
 import itertools
 import math
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -18,11 +19,12 @@ import optimized
 import reference as te
 from optimized.cuda import launch
 from optimized.ops import MODULES
+from optimized.ops.attentions.attention import L2
 from optimized.ops.digests import word_sums
 from optimized.ops.gemms.gemm_tile import FP8_TILES, TILES
 from optimized.ops.norms import norm, norm_backward, norm_cast_transpose
 from optimized.recordings import cases
-from optimized.recordings.calls import Inputs
+from optimized.recordings.calls import Call, Inputs
 from optimized.recordings.case import HALVES
 from reference.inspect.recorded_step.ops import tensors_of
 from reference.ops.optimizers.grad_norm import CHUNK
@@ -135,6 +137,12 @@ def check_attention(launched: Launched) -> None:
     assert d <= 256 if wide else d <= int(kernel.defines["N_OUT"]) == 64 * int(kernel.defines["D_CHUNKS"])
     cluster = int(kernel.defines.get("CLUSTER", 2 if wide else 1))
     if kernel.name == "attention":
+        assert cluster == 1 or sq > 128, "a cluster's second block would have no queries"
+        channels = 256 if wide else int(kernel.defines["N_OUT"])
+        each = 2 * 2 * skv * channels  # bytes of a head's keys and values
+        together = int(shape["together"]) // group
+        assert together == 1 or together * each <= L2, "they are read again while they are there"
+        assert (together + 1) * each > L2
         works = -(-sq // (128 * cluster if wide else 192)) * b * h
     else:
         works = -(-skv // 128) * b * h // group
@@ -186,6 +194,27 @@ def test_launches_of_the_calls(name: str) -> None:
 )
 def test_launches_of_any_size(name: str, rows: int, cols: int) -> None:
     check(dry_sized(name, rows, cols))
+
+
+def refused(calls: Iterable[Call]) -> list[str | None]:
+    """Of each call the sentence that refuses it."""
+    found: list[str | None] = []
+    for call in calls:
+        try:
+            call.run()
+            found.append(None)
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+@pytest.mark.parametrize("name", SIZED)
+def test_a_gpu_refuses_what_the_definition_refuses_whatever_is_empty(name: str) -> None:
+    sized = cases.MODULES[name].sized
+    for rows, cols in ((0, 64), (64, 0), (0, 0)):
+        expected = refused(sized(Inputs("cpu"), rows, cols))
+        with DryGpu(written=False):
+            assert refused(sized(Inputs("cuda", filled=False), rows, cols)) == expected, (rows, cols)
 
 
 @pytest.mark.parametrize("name", ["norm", "norm_cast_transpose"])
@@ -493,6 +522,23 @@ def test_scratch_of_attentions_gradient_has_room_for_all_of_dq() -> None:
                     assert gpu.bytes_at(int(scratch["dq"])) >= 4 * b * h * -(-sq // 128) * 128 * d
                     seen += 1
     assert seen
+
+
+def test_scratch_of_attentions_segments_has_room_for_what_blocks_hold() -> None:
+    """An fp32 number for each channel of each query of a tile, of each block that runs, and little beside."""
+    seen = set()
+    with DryGpu(written=False) as gpu:
+        for call in cases.MODULES["attention"].calls(Inputs("cuda", filled=False)):
+            before = len(gpu.launches)
+            call.run()
+            for kernel, grid, block, args, _ in gpu.launches[before:]:
+                if kernel.name == "attention" and "SEGMENT" in kernel.defines:
+                    channels = 64 * int(kernel.defines.get("D_CHUNKS", 4))
+                    queries = (block[0] - 128) // 2  # two threads for each, beside those that copy
+                    numbers = grid[0] * queries * channels
+                    assert 4 * numbers < gpu.bytes_at(args[8]) <= 1.125 * 4 * numbers
+                    seen.add(channels)
+    assert seen == {64, 128, 256}
 
 
 def rows_are_whole(x: torch.Tensor, numbers: int) -> bool:

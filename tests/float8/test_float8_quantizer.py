@@ -204,8 +204,9 @@ def test_writing_through_a_quantizer() -> None:
     ):
         assert same is out
         assert_same_bits(out._data, before)
-    quantizer.update_quantized(x / 2, out, noop_flag=torch.zeros(1))
-    check(out, x / 2, 2.0, E4M3)
+    for flag, factor in ((0, 0.5), (2, 0.25), (-1, 0.5)):  # 1 alone keeps what is there
+        quantizer.update_quantized(x * factor, out, noop_flag=torch.full((1,), flag))
+        check(out, x * factor, 2.0, E4M3)
     out.quantize_(x)
     check(out, x, 1.5, E4M3)  # its own
     out.update_quantizer(quantizer)

@@ -15,6 +15,7 @@ import reference as te
 from optimized.commands import main
 from reference.inspect.drills.faulty import Fault, Faulty
 from reference.inspect.recorded_step import file
+from reference.inspect.recorded_step.replay import first_word
 
 BF16 = torch.bfloat16
 PLANTED = 37
@@ -155,6 +156,19 @@ def test_an_op_that_computed_other_bits(keep: bool, tmp_path: Path) -> None:
         assert " computed other bits in " in str(found)
         assert "from the same inputs.\n1 word differs" in str(found)
         assert "It reads " in str(found)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, BF16, torch.float16, torch.float8_e4m3fn, torch.int64, torch.int32]
+)
+def test_a_number_is_shown_by_its_bits_and_its_value(dtype: torch.dtype) -> None:
+    one = torch.tensor([[1, 3], [-2, 5]]).to(dtype)
+    other = torch.tensor([[1, 3], [6, -7]]).to(dtype)
+    word, count = first_word(one, other)
+    assert (word.index, count) == ((1, 0), 2)
+    for said, x in ((word.recorded, one[1, 0]), (word.replayed, other[1, 0])):
+        memory = bytes(x.reshape(1).view(torch.uint8).tolist())
+        assert said == f"{memory[::-1].hex().upper()} ({int(x)})"  # from the highest byte to the lowest
 
 
 def test_memory_that_changed_in_one_of_them(tmp_path: Path) -> None:

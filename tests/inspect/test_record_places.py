@@ -19,6 +19,13 @@ def test_a_read_of_a_part_looks_at_what_is_known_around_it() -> None:
     assert places.around(WHOLE._replace(dtype="int32")) == [WHOLE]
 
 
+def test_one_of_the_parts_around_a_read_is_enough() -> None:
+    places: Places[int] = Places()
+    places.saw(WHOLE, 1)
+    places.saw(FLAT._replace(shape=(31,)), 2)
+    assert places.around(FIRST) == [WHOLE]
+
+
 def test_a_write_forgets_what_it_overlaps() -> None:
     places: Places[int] = Places()
     places.saw(WHOLE, 1)

@@ -272,6 +272,28 @@ def test_a_torch_that_converts_otherwise_is_found_out_and_not_used(fmt, monkeypa
     formats.torch_conversion_is_exact.cache_clear()
 
 
+@BOTH
+def test_a_conversion_that_is_wrong_at_one_number_of_either_sign_is_found_out(fmt, monkeypatch):
+    """At the ends of fp32's ranges, an infinity, a NaN, or where a code ends and another begins."""
+    right = formats._encode_by_torch
+    info = torch.finfo(torch.float32)
+    numbers = [info.max, info.tiny, info.smallest_normal - info.smallest_normal * info.eps, 2.0**-149]
+    numbers += [math.inf, math.nan, 0.0, fmt.value(1), fmt.value(1) / 2, fmt.largest, math.nextafter(fmt.largest, 0.0)]
+    for number in numbers:
+        word = torch.tensor([number]).view(torch.int32) & 0x7FFFFFFF
+        for sign in (0, -(2**31)):
+
+            def wrong(values, fmt, out, word=word | sign):
+                there = values.view(torch.int32) == word
+                right(values, fmt, out)
+                out.view(torch.uint8)[there] ^= 1
+
+            monkeypatch.setattr(formats, "_encode_by_torch", wrong)
+            formats.torch_conversion_is_exact.cache_clear()
+            assert not formats.torch_conversion_is_exact(fmt), (number, sign)
+    formats.torch_conversion_is_exact.cache_clear()
+
+
 # amax
 
 

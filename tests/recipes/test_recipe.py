@@ -14,6 +14,9 @@ from reference import recipe
 from reference.recipes import base, delayed_scaling
 from reference.support import notice
 
+RECIPES = [te.DelayedScaling, recipe.Float8CurrentScaling, recipe.Float8BlockScaling]
+RECIPES += [recipe.MXFP8BlockScaling, recipe.NVFP4BlockScaling]
+
 
 def test_defaults_are_transformer_engines() -> None:
     r = te.DelayedScaling()
@@ -116,6 +119,15 @@ def test_a_recipe_says_what_it_is() -> None:
 def test_recipes_are_values() -> None:
     assert te.DelayedScaling(margin=1) == te.DelayedScaling(margin=1) != te.DelayedScaling()
     assert len({te.DelayedScaling(), te.DelayedScaling()}) == 1
+
+
+@pytest.mark.parametrize("made", RECIPES)
+def test_equal_recipes_of_every_kind_share_the_copy_that_layers_keep(made: Any) -> None:
+    """So a program may make its recipe anew in each step."""
+    one, other = made(), made(backward_override="high_precision")
+    assert one == made() != other
+    assert {one, made(), other} == {one, other}
+    assert one.fixed is made().fixed is not other.fixed
 
 
 @pytest.mark.parametrize("recalled", [False, True])

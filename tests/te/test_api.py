@@ -5,6 +5,7 @@ transformer_engine_api.json says what Transformer Engine has; read_transformer_e
 
 import importlib
 import inspect
+import types
 from collections.abc import Callable
 from enum import Enum
 from typing import Any
@@ -117,6 +118,11 @@ OURS = {
     "backward_override=os.getenv('NVTE_BACKWARD_OVERRIDE', None)": "backward_override=None",  # no environment variable
 }
 EXTRA = {
+    # Transformer Engine makes them from the environment.
+    "Float8CurrentScaling": [
+        "*",
+        *(f"fp8_quant_{one}={te.recipe.QParams()!r}" for one in ("fwd_inp", "fwd_weight", "bwd_grad")),
+    ],
     # An older release's, and what Megatron-Core gives every class of Transformer Engine's.
     "DelayedScaling": ["*", "override_linear_precision=(False, False, False)", "params_dtype=None", "device=None"],
     "DotProductAttention.__init__": ["*", "device=None", "attention_backend='exact'", "key_segment=None"],
@@ -150,13 +156,45 @@ def parameters(function: Callable[..., Any]) -> list[str]:
     return [text for text in found if text != "self"]
 
 
-@pytest.mark.parametrize("name", API["callables"])
+def without_environment(text: str) -> str:
+    """A parameter whose default Transformer Engine reads from the environment: what it is where nothing is set."""
+    name, _, default = text.partition("=")
+    if not default.startswith("os.getenv("):
+        return OURS.get(text, text)
+    unset = types.SimpleNamespace(getenv=lambda variable, value: value)
+    return f"{name}={eval(default, {'os': unset})!r}"
+
+
+SIGNATURES: dict[str, list[str]] = API["callables"] | API["constructors"]
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
 def test_signatures_are_transformer_engines(name: str) -> None:
-    wanted = [OURS.get(text, text) for text in API["callables"][name]] + EXTRA.get(name, [])
+    wanted = [without_environment(text) for text in SIGNATURES[name]] + EXTRA.get(name, [])
     got = parameters(ours(name))
     if name == "checkpoint":  # all keywords
         wanted, got = sorted(wanted), sorted(got)
     assert got == wanted
+
+
+def test_names_of_ours_have_transformer_engines_defaults() -> None:
+    """What is ours alone has an argument's default from a class of Transformer Engine's that has such an argument."""
+    from reference.parallel import styles
+
+    defaults: dict[str, set[str]] = {}
+    for text in (text for name, texts in API["callables"].items() if name.endswith("__init__") for text in texts):
+        argument, _, default = without_environment(text).partition("=")
+        if default:
+            defaults.setdefault(argument, set()).add(default)
+    found = {
+        f"{name}.{argument}"
+        for module in (te, te.parallel, styles)
+        for name in module.__all__
+        if inspect.isclass(kind := getattr(module, name)) and f"{name}.__init__" not in SIGNATURES
+        for argument, _, default in (text.partition("=") for text in parameters(kind.__init__))
+        if default and default not in defaults.get(argument, {default})
+    }
+    assert found == {"Generator.page_size"}  # its cache is always in pages
 
 
 # --- arguments ---------------------------------------------------------------------------------------

@@ -6,8 +6,8 @@
 writes tests/transformer_engine_api.json (all of it, or the sections named), with the version and commit that each
 section was read from, and for `reference.te.stand_in` the names of each module (reference/te/transformer_engine.json).
 `names`, `methods`, `submodules` and `callables` were read from the wheel transformer_engine_cu12-2.20.2, whose source
-is newer than the public branch that `attributes` and the modules were read from. Nothing is imported. A parameter is
-written as in the signature, "bias=True", annotations left out; "*" and "/" mean what they mean in Python.
+is newer than the public branch that `attributes`, `constructors` and the modules were read from. Nothing is imported. A
+parameter is written as in the signature, "bias=True", annotations left out; "*" and "/" mean what they mean in Python.
 """
 
 import ast
@@ -74,6 +74,23 @@ OPERATIONS = {  # of `ops`: the file, and the class whose constructor it has
     "MakeExtraOutput": ("basic/make_extra_output.py", "MakeExtraOutput"),
     "Sequential": ("sequential.py", "Sequential"),
 }
+CONSTRUCTORS = {  # of `ops`, which the page of the API does not list
+    **dict.fromkeys(
+        ("GEGLU", "GLU", "QGEGLU", "QGELU", "ReGLU", "ReLU", "SReGLU", "SReLU", "SiLU"),
+        ("basic/activation.py", "_ActivationOperation"),
+    ),
+    "ClampedSwiGLU": ("basic/swiglu.py", "ClampedSwiGLU"),
+    "L2Normalization": ("basic/l2normalization.py", "L2Normalization"),
+    "Quantize": ("basic/quantize.py", "Quantize"),
+}
+RECIPES = (  # dataclasses, which it does not list either
+    "Float8BlockScaling",
+    "Float8CurrentScaling",
+    "MMParams",
+    "MXFP8BlockScaling",
+    "NVFP4BlockScaling",
+    "QParams",
+)
 CLASSES = {  # whose methods are names
     "Linear": PYTORCH + "module/linear.py",
     "LayerNormLinear": PYTORCH + "module/layernorm_linear.py",
@@ -276,6 +293,15 @@ def bindings(root: Path) -> dict[str, str]:
     return {name: what for name, what in found.items() if not name.startswith("_")}
 
 
+def operations(root: Path, table: dict[str, tuple[str, str]]) -> dict[str, list[str]]:
+    """The constructors of a table's operations."""
+    ops = root / PYTORCH / "ops"
+    return {
+        f"ops.{name}.__init__": parameters(function_of(ops / file, owner, "__init__"))
+        for name, (file, owner) in table.items()
+    }
+
+
 def read(root: Path) -> dict[str, object]:
     """All of it."""
     callables = {"DelayedScaling": fields(root / PACKAGES["recipe"], "DelayedScaling")}
@@ -290,9 +316,7 @@ def read(root: Path) -> dict[str, object]:
                 new = [name for name in base[base.index("*") + 1 :] if name not in found]
                 found = [*found[:-1], "*", *new]  # in the place of **kwargs
             callables[f"{owner}.{method}" if method else owner] = found
-    for name, (file, owner) in OPERATIONS.items():
-        function = function_of(root / PYTORCH / "ops" / file, owner, "__init__")
-        callables[f"ops.{name}.__init__"] = parameters(function)
+    callables |= operations(root, OPERATIONS)
     function = function_of(root / PYTORCH / "ops/sequential.py", "Sequential", "forward")
     callables["ops.Sequential.forward"] = parameters(function)
     submodules = {path.relative_to(root / PYTORCH).parts[0] for path in (root / PYTORCH).glob("*/__init__.py")}
@@ -308,6 +332,10 @@ def read(root: Path) -> dict[str, object]:
         "methods": {owner: methods_of(root / path, owner) for owner, path in CLASSES.items()},
         "submodules": sorted(name for name in submodules - {"setup"} if not name.startswith("_")),
         "callables": callables,
+        "constructors": {
+            **operations(root, CONSTRUCTORS),
+            **{name: fields(root / PACKAGES["recipe"], name) for name in RECIPES},
+        },
         "attributes": {owner: attributes_of(root / path, owner) for owner, path in ATTRIBUTES.items()},
     }
 

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 import torch.distributed as dist
 from shared.hundred_steps import MODELS, PRECISIONS, hashes, recorded, steps_of
 from shared.processes import free_port, ranks
 from shared.training_text import corpus
 
-from optimized.training.layout import Layout
+from optimized.training.layout import Layout, Places
 from optimized.training.settings import Settings
 from optimized.training.trainer import Trainer
 
@@ -86,6 +87,35 @@ def test_a_run_stops_in_one_layout_and_goes_on_in_another(tmp_path: Path) -> Non
     jobs = [one._replace(steps=1, layout=then[one.name]) for one in jobs]
     found = on_ranks(4, jobs, tmp_path / "run")
     assert found == {name: hashes(size, STEPS, precisions) for name, (size, precisions) in sizes.items()}
+
+
+class InParts(torch.nn.Module):
+    """A layer of two ranks, which have parts of the columns of `weight`; each has all of `bias`."""
+
+    tp_size = 2
+
+    def partitions(self) -> dict[str, tuple[int, tuple[int, ...]]]:
+        return {"weight": (1, (3,))}
+
+
+def test_a_rank_has_its_parts_of_what_is_shared_and_all_of_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a model and in its optimizer; parts side by side are the whole again."""
+    model = torch.nn.ModuleDict({"proj": InParts()})
+    weights = ("model/proj.weight", "optimizer/proj.weight/exp_avg")
+    whole = {name: torch.randn(4, 6) for name in (*weights, "model/proj.bias", "fp8/proj.weight", "random/cpu")}
+    places, found = Places(Layout()), list[dict[str, torch.Tensor]]()
+    places.layout, places.tensor = Layout(tensor=2), object()
+    for rank in range(2):
+        monkeypatch.setattr(dist, "get_rank", lambda group, rank=rank: rank)
+        found.append(places.part(model, whole))
+    assert all(list(one) == list(whole) for one in found)
+    for name, x in whole.items():
+        parts = [one[name] for one in found]
+        if name in weights:
+            assert [part.shape for part in parts] == [(4, 3)] * 2
+            assert torch.equal(torch.cat(parts, 1), x)
+        else:
+            assert all(torch.equal(part, x) for part in parts)
 
 
 @pytest.mark.slow

@@ -243,6 +243,17 @@ def test_a_sample_is_what_the_whole_text_gives(precision: str) -> None:
     assert found == text
 
 
+@torch.no_grad()
+def test_a_cache_has_room_for_one_text_of_the_longest_sequence() -> None:
+    """Keys and values of each layer in 16 bits, and no byte more."""
+    model = Trainer(replace(TINY, layers=2, hidden=64, heads=4), corpus()).model.eval()
+    cache = model.cache()
+    cache.pre_step({"text": 16})
+    model(torch.zeros(16, 1, dtype=torch.int64), None, cache=cache)
+    held = [x.nbytes for both in cache.cache.values() for x in both]
+    assert held == [16 * 64 * 2] * 2 * 2
+
+
 def test_each_part_of_a_state_is_in_the_hash() -> None:
     trainer = trained(replace(TINY, precision="delayed"), 2)
     seen = {trainer.digest()}
@@ -413,10 +424,16 @@ def test_sizes_have_their_names_numbers() -> None:
     assert millions["124m"] == pytest.approx(124, rel=0.01)
     assert millions["350m"] == pytest.approx(354, rel=0.01)
     assert millions["1.3b"] == pytest.approx(1311, rel=0.01)
-    layer = 2 * TINY.tokens * 12 * TINY.hidden**2 * 3
-    head = 2 * TINY.tokens * 256 * TINY.hidden * 3
-    attention = TINY.tokens * TINY.sequence / 2 * TINY.hidden * 2 * 2 * 3  # two products of a triangle, and backward
-    assert TINY.flops == layer + head + attention
+
+
+@pytest.mark.parametrize("settings", [TINY, *SIZES.values()], ids=["tiny", *SIZES])
+def test_operations_are_those_of_products(settings: Settings) -> None:
+    """Of each layer, of the head and of attention, in forward and twice in backward."""
+    tokens, hidden = settings.tokens, settings.hidden
+    layer = 2 * tokens * 12 * hidden**2 * 3
+    head = 2 * tokens * settings.vocabulary * hidden * 3
+    attention = tokens * settings.sequence // 2 * hidden * 2 * 2 * 3  # two products of a triangle
+    assert settings.flops == settings.layers * (layer + attention) + head
 
 
 @pytest.mark.parametrize("changes", [{"hidden": 64}, {"layers": 3, "rows": 16}], ids=["weights", "inputs"])

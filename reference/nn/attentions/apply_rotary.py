@@ -51,7 +51,7 @@ def turn(
 
 def angles_of(freqs: torch.Tensor) -> torch.Tensor:
     """Angles `[s, 1, 1, d]` as `[s, d]`, the op's form."""
-    return freqs.reshape(freqs.shape[0], -1).contiguous()
+    return freqs.reshape(freqs.shape[0], freqs.shape[1:].numel()).contiguous()
 
 
 def _turn(x: torch.Tensor, angles: torch.Tensor, interleaved: bool) -> torch.Tensor:

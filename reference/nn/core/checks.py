@@ -227,8 +227,7 @@ def check_angles(layer: str, angles: Any, lengths: tuple[int, int], channels: in
         if not isinstance(one, torch.Tensor):
             raise TypeError(f"{layer}: rotary_pos_emb={one!r}; a tensor or two are accepted.")
         plain = one.dtype == torch.float32 and one.layout is torch.strided and not one.is_nested
-        positions = one.shape[0] if plain and one.dim() > 0 else 0
-        size = one.numel() // positions if positions else -1
+        positions, size = (one.shape[0], one.shape[1:].numel()) if plain and one.dim() > 0 else (0, -1)
         if positions < length or size % 2 or not 0 <= size <= channels:
             raise ValueError(
                 f"{layer}: rotary_pos_emb is {_shown(one)}; float32 [positions, 1, 1, channels] is "

@@ -79,6 +79,30 @@ def test_frequencies_stay_fp32_and_come_back_from_meta(same_bits: Any) -> None:
     assert list(embedding.state_dict()) == ["inv_freq"]
 
 
+def test_angles_of_no_channels_turn_nothing(same_bits: Any) -> None:
+    layer, freqs = te.MultiheadAttention(32, 2, attention_dropout=0.0, params_dtype=BF16), torch.zeros(7, 1, 1, 0)
+    x = torch.randn(7, 3, 32).to(BF16)
+    same_bits(layer(x, rotary_pos_emb=freqs), layer(x))
+    t = x.view(7, 3, 2, 16)
+    same_bits(te.apply_rotary_pos_emb(t, freqs), t)
+
+
+def test_no_tokens_need_no_angles() -> None:
+    layer, x = te.MultiheadAttention(32, 2, params_dtype=BF16), torch.zeros(0, 3, 32, dtype=BF16, requires_grad=True)
+    y = layer(x, rotary_pos_emb=torch.zeros(0, 1, 1, 16))
+    y.sum().backward()
+    assert y.shape == x.grad.shape == x.shape  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("length", [0, 7])
+def test_a_layer_refuses_angles_of_another_dtype(length: int) -> None:
+    """Also where there are no tokens, which would read none of them."""
+    layer, freqs = te.MultiheadAttention(32, 2, params_dtype=BF16), torch.zeros(7, 1, 1, 16, dtype=BF16)
+    said = r"^MultiheadAttention: rotary_pos_emb is torch.bfloat16 \[7, 1, 1, 16\]; float32 \[positions, .* accepted"
+    with pytest.raises(ValueError, match=said):
+        layer(torch.zeros(length, 3, 32, dtype=BF16), rotary_pos_emb=freqs)
+
+
 @pytest.mark.parametrize("layout", ["sbhd", "bshd"])
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_apply_is_what_attention_does(layout: str, interleaved: bool, same_bits: Any) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from reference.nn.attentions import context_parallel_attention
 from reference.nn.attentions.exact_attention import Equation
-from reference.nn.core import context_parallel
+from reference.nn.core import context_parallel, tensor_parallel
 from reference.nn.core.tensor_parallel import TensorParallel
 from reference.ops.attentions.attention import BLOCK
 
@@ -128,3 +128,30 @@ def test_ranks_share_tokens_by_gathering_alone(how: str, size: int, monkeypatch:
         return
     context_parallel.take_context_group(module, "a group", list(range(size)), how)
     assert vars(module) == {"cp_name": "its name" if size > 1 else None, "cp_comm_type": how}
+
+
+class Group:
+    """Stands for a process group."""
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_shapes_on_a_gpu_are_compared_when_they_are_new(on_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, always. Of more shapes than are kept in mind a known one may be compared again."""
+    asked: list[int] = []
+    group = Group()
+
+    def shapes(group: str, shape: tuple[int, ...], device: torch.device) -> list[tuple[int, ...]]:
+        asked.append(shape[0])
+        return [shape, shape]
+
+    monkeypatch.setattr(tensor_parallel, "shapes_on_ranks", shapes)
+    monkeypatch.setattr(tensor_parallel.messages, "of_group", lambda group, device: None)
+    monkeypatch.setattr(tensor_parallel.groups, "group_of", lambda name: group)
+    monkeypatch.setattr(tensor_parallel, "MOST_SAME", 3)
+    given = (1, 2, 3, 1, 2, 3, 4, 1)
+    for length in given:
+        x: Any = types.SimpleNamespace(
+            shape=(length, 8), is_cuda=on_gpu, device=torch.device("cuda" if on_gpu else "cpu")
+        )
+        tensor_parallel.check_same_on_ranks("Linear", "inp", x, "ranks")
+    assert asked == ([1, 2, 3, 4, 1] if on_gpu else list(given))

@@ -36,6 +36,16 @@ def test_entries_are_dropped_whole(p: float, dtype: torch.dtype, same_bits) -> N
     same_bits(path(x), x, "nothing to drop")
 
 
+def test_a_vectors_entries_are_its_numbers(same_bits) -> None:
+    """They are dropped as the rows of a matrix of one column."""
+    path, x = DropPath(0.25, CPU), numbers(1, 4000)
+    state = path.generator.state.clone()
+    y = path(x)
+    path.generator.state.copy_(state)
+    same_bits(y, path(x[:, None])[:, 0])
+    assert 0 < int((y == 0).sum()) < len(x)
+
+
 def by_hand(layer: te.TransformerLayer, x: torch.Tensor) -> torch.Tensor:
     """The layer's formula over its submodules; it draws no seeds itself."""
     if layer.parallel_attention_mlp:

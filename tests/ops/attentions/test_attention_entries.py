@@ -130,6 +130,14 @@ def test_a_recorded_steps_float64_knows_lengths(more: dict[str, Any]) -> None:
     assert evaluated("attention", [*args[:12], torch.ones(2), None, None]) == []
 
 
+def test_a_recorded_steps_float64_leaves_out_more_scores_than_it_has_memory_for() -> None:
+    """Before it makes any of them: the tensors here have no memory."""
+    q, k = (torch.empty(1 << 13, 1, length, 16, device="meta") for length in (1 << 7, (1 << 7) + 1))
+    rest = (1.0, "none", -1, -1)
+    assert evaluated("attention", [q, k, k, *rest]) == []
+    assert evaluated("attention_backward", [q, q, k, k, q, q, q, *rest]) == []
+
+
 def int32(*numbers: int) -> torch.Tensor:
     return torch.tensor(numbers, dtype=torch.int32)
 

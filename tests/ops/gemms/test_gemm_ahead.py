@@ -9,6 +9,8 @@ import torch
 from shared.dry_gpu import DryGpu
 
 import optimized as te
+from optimized.ops.gemms.gemm import gemm_tiled
+from optimized.ops.gemms.gemm_tile import Tile
 from optimized.tapes import runner
 from reference.support import unwritten
 
@@ -60,6 +62,15 @@ def test_what_is_copied_first_or_shared_in_a_cluster_starts_late() -> None:
             one = torch.empty(1, device="cuda")
             twin.gemm_fp8(rows(1, 256, E4M3), codes, one, one, None, BF16, "split")
         assert early(gpu) == [False] * 3
+
+
+def test_whoever_names_the_tile_a_cluster_starts_late() -> None:
+    with DryGpu() as gpu:
+        a, b = rows(1, 256), rows(512, 256)
+        with unwritten.held([b]):
+            for cluster in (1, 2):
+                gemm_tiled(a, b, None, BF16, Tile(2, 128, 4, cluster))
+        assert early(gpu) == [True, False]
 
 
 def test_few_rows_copy_no_more_than_there_are() -> None:

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shared.bits import assert_same_bits
+from shared.dry_gpu import DryGpu
 
 from optimized.ops.gemms import gemm_fp8_blocks
 from optimized.ops.gemms.gemm_part import (
@@ -18,7 +19,7 @@ from optimized.ops.gemms.gemm_part import (
     gemm_part_tiled,
 )
 from optimized.ops.gemms.gemm_tile import FP8_TILES, TILES, Tile
-from reference.ops.casts.cast_blocks import BLOCK
+from reference.ops.casts.cast_blocks import BLOCK, scale_shape
 from reference.ops.gemms.gemm_part import CUTS
 from reference.ops.library import twin
 
@@ -141,6 +142,40 @@ def test_other_cuts_give_other_words():
         for one in (slice(0, cut), slice(cut, 256)):
             acc = twin.gemm_fp8_part(a[:, one].contiguous(), b[:, one].contiguous(), acc, accumulate)
         assert not torch.equal(acc, twin.gemm_fp8_part(a, b, None, accumulate)), accumulate
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(4096, 64, 8192), (64, 4096, 512), (300, 1808, 16384), (4096, 12288, 256)])
+def test_a_part_has_the_tile_of_the_whole(m: int, n: int, k: int) -> None:
+    """It reads and multiplies as much, so the same tile is the fastest."""
+
+    def tile(op: str, *args: Any) -> list[Any]:
+        getattr(twin, op)(*args)
+        (launched,) = gpu.launches
+        gpu.launches.clear()
+        return [launched.kernel.defines.get(name) for name in ("WARPGROUPS", "BLOCK_N", "STAGES", "CLUSTER")]
+
+    with DryGpu(written=False) as gpu:
+        one, acc = torch.empty(1, device="cuda"), torch.empty(m, n, device="cuda")
+        a, b = (torch.empty(rows, k, dtype=BF16, device="cuda") for rows in (m, n))
+        assert tile("gemm_part", a, b, acc) == tile("gemm", a, b, None, BF16)
+        a, b = (torch.empty(rows, k, dtype=E4M3, device="cuda") for rows in (m, n))
+        for accumulate in ("fast", "split"):
+            whole = tile("gemm_fp8", a, b, one, one, None, BF16, accumulate)
+            assert tile("gemm_fp8_part", a, b, acc, accumulate) == whole
+            assert tile("gemm_fp8_end", a, b, one, one, None, acc, BF16, accumulate) == whole
+        for squares in SQUARES:
+            shapes = (scale_shape(rows, k, square) for rows, square in zip((m, n), squares, strict=True))
+            inverses = [torch.empty(*shape, device="cuda") for shape in shapes]
+            whole = tile("gemm_fp8_blocks", a, b, *inverses, *squares, None, BF16)
+            assert tile("gemm_fp8_blocks_part", a, b, *inverses, *squares, acc) == whole
+
+
+def test_the_end_takes_16_bytes_at_once_where_accumulators_begin_there() -> None:
+    with DryGpu(written=False) as gpu:
+        memory = torch.empty(5 * 48 + 4, device="cuda")
+        for start, out in itertools.product(range(5), (BF16, FP16, FP32)):
+            twin.end_gemm(memory[start : start + 5 * 48].view(5, 48), None, None, None, out)
+        assert [int(launched.args[-1]) for launched in gpu.launches] == [1] * 3 + [0] * 9 + [1] * 3
 
 
 def test_the_accumulator_that_was_given_stays():

@@ -349,6 +349,24 @@ def test_it_does_not_depend_on_threads_or_on_how_the_work_is_cut(monkeypatch):
             assert_same_bits(a, b, f"{elements} elements at a time")
 
 
+@pytest.mark.parametrize("hidden", [1024, 4096, 12288])
+def test_blocks_have_as_many_rows_each_where_few_of_them_must_stay_away(hidden, monkeypatch):
+    """No block has more turns than it would with all that run at once; at most one in sixteen of those is left out."""
+    monkeypatch.setattr(norm.launch, "processors", lambda index: 132)
+    kernel = norm.rows_kernel(BF16, "rmsnorm", norm.row_warps(hidden), hidden)
+    at_once, seen = 132 * kernel.defines["BLOCKS"], set()
+    for rows in range(0, 5 * at_once * kernel.defines["ROWS"], 7):
+        parts = -(-rows // kernel.defines["ROWS"])
+        turns, blocks = -(-parts // at_once), norm.blocks_of(kernel, rows, 0)
+        assert blocks <= min(parts, at_once)
+        assert parts <= turns * blocks
+        even = [n for n in range(-(-15 * at_once // 16), at_once + 1) if n * turns == parts]
+        if turns > 1:
+            assert blocks == (even[0] if even else at_once), rows
+            seen.add(bool(even) and even[0] < at_once)
+    assert seen == {False, True}
+
+
 def wide_values(rows, hidden, dtype, seed):
     """Rows of very different sizes and offsets, so that another order of adding gives other bits."""
     generator = torch.Generator().manual_seed(seed)
