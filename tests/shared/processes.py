@@ -6,9 +6,11 @@ costs needs a fresh `python` instead. A fork computes on one thread: it does not
 may have started, and would wait for them.
 """
 
+import contextlib
 import gc
 import multiprocessing
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -22,6 +24,7 @@ from unittest import mock
 
 import torch.multiprocessing
 
+_PORTS = range(10_000, 16_000)  # below those for connections, which begin at 32768 on Linux and at 16000 in gVisor
 _CONTEXT: Any = multiprocessing.get_context("forkserver")
 # Ranks that train import these, each for itself: it would be half of their time.
 _LATER = ("torch._dynamo", "torch.distributed.fsdp", "matplotlib.figure", "shared.warm")
@@ -60,10 +63,15 @@ def started(work: Callable[..., None], *arguments: Any) -> Any:
 
 
 def free_port() -> int:
-    """Where ranks may meet."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+    """Where ranks may meet: a port of this worker's, and none that a system gives to a connection of other ranks."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    own = _PORTS[worker % 64 :: 64]
+    for port in random.SystemRandom().sample(own, len(own)):
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as PyTorch's store does
+            s.bind(("127.0.0.1", port))
+            return port
+    raise OSError(f"none of {len(own)} ports from {own[0]} to {own[-1]} is free.")
 
 
 def _rank(rank: int, work: Callable[..., None], *arguments: Any) -> None:
