@@ -4,14 +4,13 @@ import copy
 import datetime
 import itertools
 import pickle
-import socket
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from shared.bits import assert_same_bits
-from shared.processes import ranks
+from shared.processes import free_port, ranks
 
 import reference as te
 
@@ -79,10 +78,7 @@ def worker(rank: int, port: int, folder: str) -> None:
 
 
 def test_codes_and_scales_are_those_of_one_tensor(tmp_path: Path) -> None:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = int(s.getsockname()[1])
-    ranks(worker, (port, str(tmp_path)), 2)
+    ranks(worker, (free_port(), str(tmp_path)), 2)
     found = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
     for dtype, (kind, power, epsilon) in itertools.product((torch.float32, torch.bfloat16), SCALES):
         one = te.Float8CurrentScalingQuantizer(kind, "cpu", force_pow_2_scales=power, amax_epsilon=epsilon)

@@ -1,14 +1,13 @@
 """What parallel layers will stand on: groups in plans, collectives on tapes, sizes on the device. Each with a toy."""
 
 import json
-import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from shared.bits import assert_same_bits
-from shared.processes import ranks, run
+from shared.processes import free_port, ranks, run
 
 
 def _train(rank: int, *arguments: Any) -> None:
@@ -25,10 +24,7 @@ def _alone(rank: int, folder: str, world: int, steps: int) -> None:
 
 def check_ranks(folder: Path, world: int, backend: str, steps: int, compiled: bool = False) -> None:
     """Each rank finds the words of one process."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    ranks(_train, (port, world, backend, str(folder), compiled), world)
+    ranks(_train, (free_port(), world, backend, str(folder), compiled), world)
     ranks(_alone, (str(folder), world, steps), 1)
     expected = torch.load(folder / "alone.pt")
     for rank in range(world):

@@ -1,7 +1,6 @@
 """DTensors, on two gloo processes: first values, `FusedAdam` and checkpoints have the bits of what is not sharded."""
 
 import functools
-import socket
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from shared.bits import assert_same_bits
-from shared.processes import ranks
+from shared.processes import free_port, ranks
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -52,10 +51,7 @@ def worker(rank: int, port: int, folder: str) -> None:
 @pytest.fixture(scope="module")
 def failures(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     folder = tmp_path_factory.mktemp("sharded")
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = int(s.getsockname()[1])
-    ranks(worker, (port, str(folder)), 2)
+    ranks(worker, (free_port(), str(folder)), 2)
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]
 
 
