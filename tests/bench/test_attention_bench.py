@@ -7,22 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch.overrides import TorchFunctionMode
+from shared.on_a_cpu import OnACpu
 
 from optimized import measure
 from optimized.bench.kernels import attention, attention_long
 
 twin = torch.ops.twin
-
-
-class Here(TorchFunctionMode):
-    """What is asked for on "cuda" is made on the CPU."""
-
-    def __torch_function__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if kwargs.get("device") == "cuda":
-            kwargs["device"] = "cpu"
-        return func(*args, **kwargs)
 
 
 def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False, p: float = 0.0) -> torch.Tensor:
@@ -51,7 +41,7 @@ def results(sides: dict[str, Callable[[], Any]], forward: str, backward: str) ->
 def test_ours_and_cudnns_are_one_attention(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward and backward, with fewer heads of keys than of queries. bf16 has steps of 1/256 at most."""
     monkeypatch.setattr(attention, "cudnn", plain)
-    with Here():
+    with OnACpu():
         sides = attention._pair(2, 4, 2, 32, 64, mask, 0.0)
         ours, theirs = (results(sides, f"{whose}forward", f"{whose}backward") for whose in ("", "cuDNN "))
     assert len(theirs) == 4  # the output and three gradients
@@ -70,7 +60,7 @@ def test_attention_of_codes_is_that_of_their_numbers(mask: str, monkeypatch: pyt
 
     ops = types.SimpleNamespace(attention=noted, attention_fp8=twin.attention_fp8)
     monkeypatch.setattr(attention, "twin", ops)
-    with Here():
+    with OnACpu():
         found = {name: call() for name, call in attention._in_fp8(2, 4, 32, 64, mask).items()}
     wanted = plain(*given, causal=mask == "causal")
     for name, share in {"bf16": 0.01, "FP8": 0.1}.items():
@@ -82,7 +72,7 @@ def test_each_way_attends_to_every_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_long, "LEAST_BYTES", 1)
     monkeypatch.setattr(attention_long, "flash", plain)
     monkeypatch.setattr(measure, "graph", lambda call, calls: functools.partial(call, 0))
-    with Here():
+    with OnACpu():
         found: dict[str, Any] = {name: call() for name, call in attention_long._step(1, 512).items()}
     wanted = found.pop("flash")
     assert list(found) == list(attention_long.WAYS)

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 from shared.generator_sizes import CASE, SMALL
-from torch.overrides import TorchFunctionMode
+from shared.on_a_cpu import OnACpu
 
 from optimized import measure
 from optimized.bench.models import generator
@@ -78,16 +78,6 @@ def test_a_text_of_one_segment_is_not_decoded_twice(segment: int, counts: int, m
 def test_hugging_faces_speed_stands_beside_ours() -> None:
     """At each size at which it decodes, ours does, too; otherwise a row of the table had no number of ours."""
     assert set(generator.THEIR_PAIRS) <= set(generator.PAIRS)
-
-
-class OnACpu(TorchFunctionMode):
-    """Tensors that are to be made on a GPU are made on the CPU."""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = dict(kwargs or {})
-        if given.get("device") == "cuda":
-            given["device"] = "cpu"
-        return function(*args, **given)
 
 
 @torch.no_grad()
