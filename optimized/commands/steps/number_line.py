@@ -24,9 +24,9 @@ def _bits(axes: Axes, fmt: formats.Format8, code: int, y: float) -> None:
     fields = fmt.fields(code)
     scale = 1 << fmt.mantissa_bits
     axes.text(-0.3, y + 0.4, fmt.name, ha="right", va="center", size=11, weight="bold")
-    normal = fields.exponent > 0
-    factor = f"(1 + {fields.mantissa}/{scale})" if normal else f"{fields.mantissa}/{scale}"
-    value = f"{factor} · 2^({fields.exponent if normal else 1} − {fmt.bias}) = {fields.value:g}"
+    fraction = f"{fields.mantissa}/{scale}"
+    factor = f"(1 + {fraction})" if fields.exponent else fraction  # without a 1: subnormal, of the lowest exponent
+    value = f"{factor} · 2^({max(fields.exponent, 1)} − {fmt.bias}) = {fields.value:g}"
     axes.text(8.3, y + 0.4, value, va="center", size=11)
 
 
