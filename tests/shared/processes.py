@@ -7,6 +7,7 @@ may have started, and would wait for them.
 """
 
 import contextlib
+import functools
 import gc
 import multiprocessing
 import os
@@ -62,11 +63,22 @@ def started(work: Callable[..., None], *arguments: Any) -> Any:
     return process
 
 
-def free_port() -> int:
-    """Where ranks may meet: a port of this worker's, and none that a system gives to a connection of other ranks."""
+@functools.cache
+def _own_ports() -> list[int]:
+    """This worker's, in an order of its own; those that were given last stand last."""
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     own = _PORTS[worker % 64 :: 64]
-    for port in random.SystemRandom().sample(own, len(own)):
+    return random.SystemRandom().sample(own, len(own))
+
+
+def free_port() -> int:
+    """Where ranks may meet: a port of this worker's, and none that a system gives to a connection of other ranks.
+
+    Each call gives another: a test may ask for several before it uses one.
+    """
+    own = _own_ports()
+    for _ in range(len(own)):
+        own.append(port := own.pop(0))
         with socket.socket() as s, contextlib.suppress(OSError):
             s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as PyTorch's store does
             s.bind(("127.0.0.1", port))
